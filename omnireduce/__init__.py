@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     )
     from omnireduce.support.config import Config, load_config
 else:
-    _PLACES = {
+    _EXPORTS = {
         "omnireduce.support.config": ("Config", "load_config"),
         "omnireduce.data_parallel.queue": ("Queue",),
         "omnireduce.core.descriptor": ("Op", "RowOp"),
@@ -119,13 +119,13 @@ else:
         "omnireduce.runtime.rank.handles": ("Handle",),
         "omnireduce.runtime.rank.channels": ("Statistics",),
     }
-    _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
-    _OTHERS = "omnireduce.runtime.rank.world"
+    _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
+    _WORLD_MODULE = "omnireduce.runtime.rank.world"
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'omnireduce' has no attribute {name!r}")
-        attribute = getattr(import_module(_PLACE_OF.get(name, _OTHERS)), name)
+        attribute = getattr(import_module(_MODULE_OF.get(name, _WORLD_MODULE)), name)
         globals()[name] = attribute  # from now on this function is not asked for it
         return attribute
 

@@ -26,41 +26,41 @@ def register() -> None:
 
     if dist.is_available() and BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _process_group, devices=DEVICES)
-        _let_barriers_be_monitored()
-        _let_ranks_meet()
+        _wrap_monitored_barrier()
+        _wrap_rendezvous()
 
 
 def _process_group(*args: Any) -> Any:
     return import_module(GROUPS).ProcessGroup(*args)
 
 
-def _let_barriers_be_monitored() -> None:
+def _wrap_monitored_barrier() -> None:
     """`dist.monitored_barrier` asks for the name "gloo" and no other. Let groups of omnireduce do it, too."""
     import torch.distributed as dist
 
-    of_gloo = dist.monitored_barrier
+    torch_barrier = dist.monitored_barrier
 
-    @wraps(of_gloo)
+    @wraps(torch_barrier)
     def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> Any:
-        asked = dist.group.WORLD if group is None else group
-        if GROUPS in sys.modules and isinstance(asked, sys.modules[GROUPS].ProcessGroup):
-            return asked.monitored_barrier(timeout, wait_all_ranks)
-        return of_gloo(group, timeout, wait_all_ranks)
+        process_group = dist.group.WORLD if group is None else group
+        if GROUPS in sys.modules and isinstance(process_group, sys.modules[GROUPS].ProcessGroup):
+            return process_group.monitored_barrier(timeout, wait_all_ranks)
+        return torch_barrier(group, timeout, wait_all_ranks)
 
     dist.monitored_barrier = dist.distributed_c10d.monitored_barrier = monitored_barrier
 
 
-def _let_ranks_meet() -> None:
+def _wrap_rendezvous() -> None:
     """Load the rendezvous that knows the other launchers, under `omnireduce run`, and if `init_process_group` would
     miss RANK."""
     from torch.distributed.rendezvous import _rendezvous_handlers
 
-    way_of_torch = _rendezvous_handlers["env"]
+    torch_handler = _rendezvous_handlers["env"]
 
     def handler(url: str, **options: Any) -> Any:
-        is_told = "?" in url or "RANK" in os.environ or "WORLD_SIZE" in os.environ
-        if PACKAGE in sys.modules or (is_told and "OMNIRUN_JOB" not in os.environ):
-            return way_of_torch(url, **options)
+        is_rank_known = "?" in url or "RANK" in os.environ or "WORLD_SIZE" in os.environ
+        if PACKAGE in sys.modules or (is_rank_known and "OMNIRUN_JOB" not in os.environ):
+            return torch_handler(url, **options)
         import_module(PACKAGE)  # may put another way before this one
         return _rendezvous_handlers["env"](url, **options)
 

@@ -83,19 +83,19 @@ class Compression:
             flat = check_gradient(gradient)
             step = self._steps.get(check_name(name), 0)
             x = self.memory.compensate(flat, name)
-            places = None if self._sends_all else self.selector.select(x, name, step)
-        if places is None:
+            indices = None if self._sends_all else self.selector.select(x, name, step)
+        if indices is None:
             self._send_blocks(comm, x, flat, comm.config.protocol.block_size, op=op, name=name, step=step)
         elif self.selector.unit == "elements":
-            self._send_elements(comm, x, places, flat, op=op, name=name, step=step)
+            self._send_elements(comm, x, indices, flat, op=op, name=name, step=step)
         else:
-            some = np.zeros_like(x)
-            copy_blocks(x, self.selector.block_size, places, some)
-            self._send_blocks(comm, some, flat, self.selector.block_size, op=op, name=name, step=step)
+            selected = np.zeros_like(x)
+            copy_blocks(x, self.selector.block_size, indices, selected)
+            self._send_blocks(comm, selected, flat, self.selector.block_size, op=op, name=name, step=step)
         self._steps[name] = step + 1
         return gradient
 
-    def _sent_as(self, name: str) -> str:
+    def _collective_name(self, name: str) -> str:
         return name_for_all(name, self._common) if self._common else name
 
     def _codec_for(self, comm: Communicator, block_size: int) -> str:
@@ -116,67 +116,78 @@ class Compression:
                 coder = Coder(codec, codec_named(codec), block_size)
                 sent = coder.round_trip(x, block_keys(key, np.arange(-(-x.size // block_size))))
         if sent is out:
-            comm.allreduce(sent, op=op, name=self._sent_as(name), block_size=block_size, codec=codec)
+            comm.allreduce(sent, op=op, name=self._collective_name(name), block_size=block_size, codec=codec)
         else:
-            comm.allreduce(sent, out=out, op=op, name=self._sent_as(name), block_size=block_size, codec=codec)
+            comm.allreduce(sent, out=out, op=op, name=self._collective_name(name), block_size=block_size, codec=codec)
             self.memory.keep_rest(name, sent)
 
     def _send_elements(
-        self, comm: Communicator, x: Array, places: Array, out: Array, *, op: Sum, name: str, step: int
+        self, comm: Communicator, x: Array, indices: Array, out: Array, *, op: Sum, name: str, step: int
     ) -> None:
-        """Send the elements of `x` at `places` in float32, or rounded; the memory keeps the rounding errors."""
+        """Send the elements of `x` at `indices` in float32, or rounded; the memory keeps the rounding errors."""
         codec = self._codec_for(comm, comm.config.protocol.block_size)
         if codec not in ELEMENTS_AS:
-            self._sum_elements(comm, places, x[places], out, op=op, name=name, step=step, codec=NONE)
-            self.memory.keep_selected(name, places, self.selector)
+            self._sum_elements(comm, indices, x[indices], out, op=op, name=name, step=step, codec=NONE)
+            self.memory.keep_selected(name, indices, self.selector)
             return
-        plain = x[places]
+        plain = x[indices]
         with overflowing():
             values = plain.astype(ELEMENTS_AS[codec])
             plain -= values.astype(np.float32)
-        self._sum_elements(comm, places, values, out, op=op, name=name, step=step, codec=codec)
-        self.memory.keep_selected(name, places, self.selector, plain)
+        self._sum_elements(comm, indices, values, out, op=op, name=name, step=step, codec=codec)
+        self.memory.keep_selected(name, indices, self.selector, plain)
 
     def _sum_elements(
-        self, comm: Communicator, places: Array, values: Array, out: Array, *, op: Sum, name: str, step: int, codec: str
+        self,
+        comm: Communicator,
+        indices: Array,
+        values: Array,
+        out: Array,
+        *,
+        op: Sum,
+        name: str,
+        step: int,
+        codec: str,
     ) -> None:
         """Sum single elements: with their numbers, or in blocks filled up with zeros; the cheaper way.
 
         All ranks decide in the same way, by the costs of the rank with the most. They decide every DECIDE_EVERY steps.
         """
-        if self.selector.is_common:  # the name shows that all ranks have drawn the same places
-            drawn = f"{self._sent_as(name)} at {zlib.crc32(places.tobytes()):08x}"
+        if self.selector.is_common:  # the name shows that all ranks have drawn the same indices
+            drawn = f"{self._collective_name(name)} at {zlib.crc32(indices.tobytes()):08x}"
             sums = comm.allreduce(values.astype(np.float32), op=op, name=drawn, codec=codec)
-            scatter(places, sums, out)
+            scatter(indices, sums, out)
             return
         if step % DECIDE_EVERY == 0:
             work_bytes = WORK_BYTES_IN_MEMORY if comm.in_memory else WORK_BYTES
-            own = costs(places, comm.config.protocol.block_size, values.itemsize, work_bytes)
-            self._costs[name] = comm.allreduce(own, op="max", name=f"{self._sent_as(name)} selected", block_size=8)
+            own_costs = costs(indices, comm.config.protocol.block_size, values.itemsize, work_bytes)
+            self._costs[name] = comm.allreduce(
+                own_costs, op="max", name=f"{self._collective_name(name)} selected", block_size=8
+            )
         by_number, by_block = self._costs[name]
         if by_number < by_block:
-            self._sum_rows(comm, places, values.reshape(-1, 1), out, op=op, name=name)
+            self._sum_rows(comm, indices, values.reshape(-1, 1), out, op=op, name=name)
         else:
-            scatter(places, values, out)
-            comm.allreduce(out, op=op, name=self._sent_as(name), codec=codec)
+            scatter(indices, values, out)
+            comm.allreduce(out, op=op, name=self._collective_name(name), codec=codec)
 
     @staticmethod
-    def _sum_rows(comm: Communicator, places: Array, rows: Array, out: Array, *, op: Sum, name: str) -> None:
+    def _sum_rows(comm: Communicator, indices: Array, rows: Array, out: Array, *, op: Sum, name: str) -> None:
         if rows.dtype == out.dtype:
-            comm.allreduce_rows_into(out.reshape(-1, 1), places, rows, op=op, name=name)
+            comm.allreduce_rows_into(out.reshape(-1, 1), indices, rows, op=op, name=name)
         else:
-            numbers, sums = comm.allreduce_rows(places, rows, out.size, op=op, name=name)
+            numbers, sums = comm.allreduce_rows(indices, rows, out.size, op=op, name=name)
             scatter(numbers, sums.reshape(-1), out)
 
 
-def costs(places: Array, block_size: int, itemsize: int, work_bytes: int = WORK_BYTES) -> Array:
-    """The costs to send the elements at `places`, int64 (n,), ascending: by their numbers, and in their blocks. int64
+def costs(indices: Array, block_size: int, itemsize: int, work_bytes: int = WORK_BYTES) -> Array:
+    """The costs to send the elements at `indices`, int64 (n,), ascending: by their numbers, and in their blocks. int64
     (2,), in bytes. An element has `itemsize` bytes."""
-    blocks = np.count_nonzero(np.diff(places // block_size)) + min(1, places.size)
-    return np.array([places.size * (itemsize + STEP_BYTES + work_bytes), blocks * block_size * itemsize])
+    blocks = np.count_nonzero(np.diff(indices // block_size)) + min(1, indices.size)
+    return np.array([indices.size * (itemsize + STEP_BYTES + work_bytes), blocks * block_size * itemsize])
 
 
-def scatter(places: Array, values: Array, out: Array) -> None:
-    """Write `values`, (n,), to `out`, (elements,), at `places`, and zeros elsewhere."""
+def scatter(indices: Array, values: Array, out: Array) -> None:
+    """Write `values`, (n,), to `out`, (elements,), at `indices`, and zeros elsewhere."""
     out[:] = 0
-    out[places] = values
+    out[indices] = values

@@ -29,7 +29,7 @@ class Memory(ABC):
     sorts: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._kept: State = {sort: {} for sort in self.sorts}
+        self._content: State = {sort: {} for sort in self.sorts}
         self._next: State = {sort: {} for sort in self.sorts}  # the next content, once something has been sent
 
     @abstractmethod
@@ -38,44 +38,46 @@ class Memory(ABC):
         `gradient` itself. It does not change until the next call with this name."""
 
     @abstractmethod
-    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
-        """Keep the rest: of the array of `compensate`, the elements or blocks at `places` of `selector` were sent.
-        `left`: the rounding error of each of these elements, float32 (n,)."""
+    def keep_selected(
+        self, name: str, indices: Array, selector: Selector, rounding_errors: Array | None = None
+    ) -> None:
+        """Keep the rest: of the array of `compensate`, the elements or blocks at `indices` of `selector` were sent.
+        `rounding_errors`: the rounding error of each of these elements, float32 (n,)."""
 
     @abstractmethod
     def keep_rest(self, name: str, sent: Array) -> None:
         """Keep the difference between the array of `compensate` and `sent`, which was sent for it."""
 
-    def _both(self, sort: str, name: str, like: Array) -> tuple[Array, Array]:
+    def _buffers(self, sort: str, name: str, like: Array) -> tuple[Array, Array]:
         """The content, zeros at first, and memory for the next content. Raises UsageError if the gradient had another
         size before."""
-        kept = self._kept[sort].get(name)
-        if kept is None:
-            kept = self._kept[sort][name] = np.zeros_like(like)
-        if kept.shape != like.shape:
-            raise UsageError(f"gradient '{name}' has {like.size} elements; it had {kept.size} before")
-        room = self._next[sort].get(name)
-        if room is None or room.shape != like.shape:
-            room = self._next[sort][name] = np.empty_like(like)
-        return kept, room
+        content = self._content[sort].get(name)
+        if content is None:
+            content = self._content[sort][name] = np.zeros_like(like)
+        if content.shape != like.shape:
+            raise UsageError(f"gradient '{name}' has {like.size} elements; it had {content.size} before")
+        next_content = self._next[sort].get(name)
+        if next_content is None or next_content.shape != like.shape:
+            next_content = self._next[sort][name] = np.empty_like(like)
+        return content, next_content
 
     def _commit(self, name: str) -> None:
         """Make the next content the content, but with zeros for values that are not finite: they were sent, and must
         not come back in each step."""
         for sort in self.sorts:
             drop_overflow(self._next[sort][name])
-            self._kept[sort][name], self._next[sort][name] = self._next[sort][name], self._kept[sort][name]
+            self._content[sort][name], self._next[sort][name] = self._next[sort][name], self._content[sort][name]
 
     def state_dict(self) -> State:
         """A copy of all that is kept, for `load_state_dict`."""
-        return {sort: {name: array.copy() for name, array in arrays.items()} for sort, arrays in self._kept.items()}
+        return {sort: {name: array.copy() for name, array in arrays.items()} for sort, arrays in self._content.items()}
 
     def load_state_dict(self, saved: State) -> None:
         """Go on with a copy from `state_dict`. Raises UsageError if it is from another kind of memory."""
         if set(saved) != set(self.sorts):
-            there, here = (", ".join(sorted(sorts)) or "nothing" for sorts in (saved, self.sorts))
-            raise UsageError(f"a state of {there}; expected a state of {here}: it is from another memory")
-        self._kept = {
+            given_sorts, own_sorts = (", ".join(sorted(sorts)) or "nothing" for sorts in (saved, self.sorts))
+            raise UsageError(f"a state of {given_sorts}; expected a state of {own_sorts}: it is from another memory")
+        self._content = {
             sort: {name: np.array(array, np.float32) for name, array in saved[sort].items()} for sort in saved
         }
 
@@ -83,7 +85,7 @@ class Memory(ABC):
         """Keep nothing of these gradients any more."""
         for name in list(names):
             for sort in self.sorts:
-                self._kept[sort].pop(name, None)
+                self._content[sort].pop(name, None)
                 self._next[sort].pop(name, None)
 
 
@@ -93,7 +95,9 @@ class NoMemory(Memory):
     def compensate(self, gradient: Array, name: str) -> Array:
         return gradient
 
-    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None: ...
+    def keep_selected(
+        self, name: str, indices: Array, selector: Selector, rounding_errors: Array | None = None
+    ) -> None: ...
 
     def keep_rest(self, name: str, sent: Array) -> None: ...
 
@@ -112,14 +116,16 @@ class Residual(Memory):
         self.beta, self.gamma = finite(beta, "beta"), finite(gamma, "gamma")
 
     def compensate(self, gradient: Array, name: str) -> Array:
-        left, x = self._both("residuals", name, gradient)
+        rest, x = self._buffers("residuals", name, gradient)
         with overflowing():
-            np.multiply(left, self.beta, out=x)
+            np.multiply(rest, self.beta, out=x)
             x += gradient if self.gamma == 1 else gradient * self.gamma
         return x
 
-    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
-        clear(self._next["residuals"][name], places, selector, left)
+    def keep_selected(
+        self, name: str, indices: Array, selector: Selector, rounding_errors: Array | None = None
+    ) -> None:
+        clear(self._next["residuals"][name], indices, selector, rounding_errors)
         self._commit(name)
 
     def keep_rest(self, name: str, sent: Array) -> None:
@@ -148,11 +154,11 @@ class DgcMomentum(Memory):
             raise UsageError(f"clip {clip!r}: expected a norm above 0, or None")
 
     def compensate(self, gradient: Array, name: str) -> Array:
-        (momentum, velocity), (left, total) = (self._both(sort, name, gradient) for sort in self.sorts)
+        (momentum, velocity), (rest, total) = (self._buffers(sort, name, gradient) for sort in self.sorts)
         with overflowing():
             np.multiply(momentum, self.momentum, out=velocity)
             velocity += self._clipped(gradient)
-            np.add(left, velocity, out=total)
+            np.add(rest, velocity, out=total)
         return total
 
     def _clipped(self, gradient: Array) -> Array:
@@ -162,9 +168,11 @@ class DgcMomentum(Memory):
         norm = float(np.linalg.norm(gradient[np.isfinite(gradient)].astype(np.float64)))
         return gradient if norm <= self.clip else gradient * np.float32(self.clip / norm)
 
-    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
-        clear(self._next["momenta"][name], places, selector)
-        clear(self._next["sums"][name], places, selector, left)
+    def keep_selected(
+        self, name: str, indices: Array, selector: Selector, rounding_errors: Array | None = None
+    ) -> None:
+        clear(self._next["momenta"][name], indices, selector)
+        clear(self._next["sums"][name], indices, selector, rounding_errors)
         self._commit(name)
 
     def keep_rest(self, name: str, sent: Array) -> None:
@@ -174,10 +182,10 @@ class DgcMomentum(Memory):
         self._commit(name)
 
 
-def finite(number: object, what: str) -> np.float32:
+def finite(number: object, label: str) -> np.float32:
     """A finite number as float32. Raises UsageError for anything else."""
     if isinstance(number, bool) or not isinstance(number, int | float | np.floating) or not np.isfinite(number):
-        raise UsageError(f"{what} {number!r}: expected a finite number")
+        raise UsageError(f"{label} {number!r}: expected a finite number")
     return np.float32(number)
 
 
@@ -194,9 +202,9 @@ def drop_overflow(x: Array) -> None:
         x[~np.isfinite(x)] = 0
 
 
-def clear(x: Array, places: Array, selector: Selector, left: Array | None = None) -> None:
-    """Set the selected elements or blocks of `x`, float32 (elements,), to zero, or elements to `left`."""
+def clear(x: Array, indices: Array, selector: Selector, rounding_errors: Array | None = None) -> None:
+    """Set the selected elements or blocks of `x`, float32 (elements,), to zero, or elements to `rounding_errors`."""
     if selector.unit == "elements":
-        x[places] = 0 if left is None else left
+        x[indices] = 0 if rounding_errors is None else rounding_errors
     else:
-        zero_blocks(x, selector.block_size, places)
+        zero_blocks(x, selector.block_size, indices)

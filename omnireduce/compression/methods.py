@@ -35,7 +35,7 @@ SELECTORS: dict[str, Callable[..., Selector]] = {
     "adaptive": Adaptive,
 }
 POWERSGD = "powersgd"
-MOST = {"guarded_threshold": 2, "block_topk": 2}  # the most numbers behind the name of a selector; for others 1
+MAX_NUMBERS = {"guarded_threshold": 2, "block_topk": 2}  # the most numbers behind the name of a selector; for others 1
 ALL = (
     *(NONE, *BUILT_IN, "topk,0.01", "topk,0.01+bf16", "block_topk,0.01", "block_topk,0.01+int8", "randomk,0.01"),
     *("threshold,0.0001", "guarded_threshold,0.001,0.01", "dgc,0.01", "adaptive,0.01", "powersgd,2"),
@@ -57,20 +57,22 @@ def method_of(text: str) -> Method:
     selector, _, codec = text.replace(" ", "").partition("+")
     name, *numbers = selector.split(",")
     if name in SELECTORS:
-        return Compression(_made(text, SELECTORS[name], numbers, MOST.get(name, 1)), Residual(), codec or None)
+        return Compression(
+            _make_method(text, SELECTORS[name], numbers, MAX_NUMBERS.get(name, 1)), Residual(), codec or None
+        )
     if name == POWERSGD and not codec:
-        return _made(text, PowerSgd, numbers, 1)
+        return _make_method(text, PowerSgd, numbers, 1)
     if (name == NONE or name in BUILT_IN or ":" in name) and not numbers and not codec:
         return Compression(codec=name)
     names = ", ".join((*SELECTORS, POWERSGD, NONE, *BUILT_IN))
     raise UsageError(f"method '{text}': expected a name with numbers, such as topk,0.01 or topk,0.01+bf16; {names}")
 
 
-def _made(text: str, make: Callable[..., M], numbers: list[str], most: int) -> M:
+def _make_method(text: str, make: Callable[..., M], numbers: list[str], max_numbers: int) -> M:
     try:
         values = [float(number) if "." in number or "e" in number else int(number) for number in numbers]
     except ValueError:
         values = []
-    if len(values) != len(numbers) or len(values) > most:
-        raise UsageError(f"method '{text}': expected up to {most} numbers behind the name, with commas between")
+    if len(values) != len(numbers) or len(values) > max_numbers:
+        raise UsageError(f"method '{text}': expected up to {max_numbers} numbers behind the name, with commas between")
     return make(*values)

@@ -26,12 +26,12 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.shared_errors import told_to_others
 
 
-def rank_for(shape: tuple[int, ...], most: int) -> tuple[int, int, int]:
-    """The rows and columns of a gradient of this shape, and the rank of its factors, at most `most`; 0 if factors would
-    not be smaller."""
+def rank_for(shape: tuple[int, ...], max_rank: int) -> tuple[int, int, int]:
+    """The rows and columns of a gradient of this shape, and the rank of its factors, at most `max_rank`; 0 if
+    factors would not be smaller."""
     rows = shape[0] if len(shape) > 1 else 1
     columns = math.prod(shape) // max(1, rows)
-    rank = min(most, rows, columns)
+    rank = min(max_rank, rows, columns)
     return rows, columns, rank if len(shape) > 1 and (rows + columns) * rank < rows * columns else 0
 
 
@@ -69,11 +69,11 @@ class PowerSgd:
         with told_to_others(comm):
             matrix = self.memory.compensate(flat, name).reshape(rows, columns)
             left = matrix @ self._factor(name, columns, rank)
-        sent_as = name_for_all(name, f"PowerSgd(seed={self.seed})")
-        comm.allreduce(left, op="mean", name=sent_as, codec="none")
+        collective_name = name_for_all(name, f"PowerSgd(seed={self.seed})")
+        comm.allreduce(left, op="mean", name=collective_name, codec="none")
         orthonormalise(left)
         right = np.ascontiguousarray(matrix.T @ left)
-        comm.allreduce(right, op="mean", name=sent_as, codec="none")
+        comm.allreduce(right, op="mean", name=collective_name, codec="none")
         self._factors[name] = right  # from here on nothing fails
         product(left, right, gradient.reshape(rows, columns))
         self.memory.keep_rest(name, flat)  # the mean of all ranks' rests is the error of the mean gradient
@@ -83,18 +83,18 @@ class PowerSgd:
 
     def _factor(self, name: str, columns: int, rank: int) -> Array:
         """The last Q of this gradient, or a first Q, which all ranks draw alike. Raises UsageError for another size."""
-        known = self._factors.get(name)
-        if known is None:
+        factor = self._factors.get(name)
+        if factor is None:
             return first_factor(name, columns, rank, self.seed)
-        if known.shape != (columns, rank):
-            raise UsageError(f"gradient '{name}' has {columns} columns; it had {known.shape[0]} before")
-        return known
+        if factor.shape != (columns, rank):
+            raise UsageError(f"gradient '{name}' has {columns} columns; it had {factor.shape[0]} before")
+        return factor
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the rests and factors of these gradients."""
-        gone = list(names)
-        self.memory.forget(gone)
-        for name in gone:
+        name_list = list(names)
+        self.memory.forget(name_list)
+        for name in name_list:
             self._factors.pop(name, None)
 
     def state_dict(self) -> dict[str, dict[str, Array]]:

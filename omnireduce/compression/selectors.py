@@ -1,6 +1,6 @@
 """Selectors: they select the part of a gradient to send now. The rest is for a memory.
 
-A selector returns the places that it has selected, ascending. These are places of elements in the flat array, or
+A selector returns the indices that it has selected, ascending. These are indices of elements in the flat array, or
 numbers of blocks. It reads the array and changes nothing. NaN counts as the largest of all: it is sent at once, so that
 all ranks see it.
 """
@@ -35,7 +35,7 @@ BLOCK = 256  # default size of a block in elements
 
 class Selector(ABC):
     """Selects a part of each gradient. `unit`: elements or blocks; `block_size`: the elements of a block, of which the
-    last may be short. `is_common`: all ranks select the same places. `selects`: for tests of a selector of elements
+    last may be short. `is_common`: all ranks select the same indices. `selects`: for tests of a selector of elements
     that each rank chooses for itself: the "largest" magnitudes; "about" as many of them as its `ratio` says; or "some"
     other elements."""
 
@@ -45,7 +45,7 @@ class Selector(ABC):
     selects: Selects = "largest"
 
     def select(self, x: Array, name: str = "", step: int = 0) -> Array:
-        """The selected places in `x`, float32 (elements,), ascending: int64 (n,).
+        """The selected indices in `x`, float32 (elements,), ascending: int64 (n,).
 
         `name` and `step`: the gradient's name, and the number of its step. Raises UsageError for another array.
         """
@@ -56,22 +56,22 @@ class Selector(ABC):
         """The result of `select`, for a valid array."""
 
 
-def share(ratio: object) -> float:
+def check_ratio(ratio: object) -> float:
     """`ratio` as a number. Raises UsageError unless it is above 0 and at most 1."""
     if isinstance(ratio, bool) or not isinstance(ratio, int | float | np.floating) or not 0 < ratio <= 1:
         raise UsageError(f"ratio {ratio!r}: expected more than 0 and at most 1")
     return float(ratio)
 
 
-def wanted(ratio: float, count: int) -> int:
-    """The number of places, out of `count`, that a selector with this ratio selects: at least one, unless `count` is
+def selected_count(ratio: float, count: int) -> int:
+    """The number of indices, out of `count`, that a selector with this ratio selects: at least one, unless `count` is
     0."""
     return min(count, max(1, int(count * ratio)))
 
 
 def largest(x: Array, k: int) -> Array:
-    """The places of the `k` largest magnitudes of `x`, float32 (n,): int64 (k,), ascending. Among equal magnitudes, the
-    first are taken."""
+    """The indices of the `k` largest magnitudes of `x`, float32 (n,): int64 (k,), ascending. Among equal magnitudes,
+    the first are taken."""
     if k >= x.size:
         return np.arange(x.size)
     bits = x.view(np.int32)
@@ -82,22 +82,23 @@ def largest(x: Array, k: int) -> Array:
     candidates = np.empty(int(above[bin_of_last]), np.int64)
     list_at_least(bits, bin_of_last << SHIFT, candidates)
     magnitudes = bits[candidates] & MAGNITUDE
-    least = np.partition(magnitudes, candidates.size - k)[candidates.size - k]
-    ties = np.flatnonzero(magnitudes == least)
-    spare = int(np.count_nonzero(magnitudes >= least)) - k
-    chosen = magnitudes >= least
+    threshold = np.partition(magnitudes, candidates.size - k)[candidates.size - k]
+    ties = np.flatnonzero(magnitudes == threshold)
+    spare = int(np.count_nonzero(magnitudes >= threshold)) - k
+    chosen = magnitudes >= threshold
     chosen[ties[len(ties) - spare :]] = False
-    places: Array = candidates[chosen]
-    return places
+    indices: Array = candidates[chosen]
+    return indices
 
 
-def at_least(x: Array, magnitude: float, *, beyond: bool = False) -> Array:
-    """Places where the magnitude of `x`, float32 (n,), is at least `magnitude`, or `beyond` it: int64, ascending."""
+def at_least(x: Array, magnitude: float, *, strictly: bool = False) -> Array:
+    """The indices of elements of `x`, float32 (n,), whose magnitude is at least `magnitude`, or `strictly` above it:
+    int64, ascending."""
     bits = x.view(np.int32)
-    least = _bits_of(magnitude) + beyond
-    places = np.empty(count_at_least(bits, least), np.int64)
-    list_at_least(bits, least, places)
-    return places
+    minimum_bits = _bits_of(magnitude) + strictly
+    indices = np.empty(count_at_least(bits, minimum_bits), np.int64)
+    list_at_least(bits, minimum_bits, indices)
+    return indices
 
 
 def _bits_of(magnitude: float) -> int:
@@ -115,10 +116,10 @@ class TopK(Selector):
     """The elements with the largest magnitudes, a share `ratio` of all: max(1, int(elements * ratio))."""
 
     def __init__(self, ratio: float = 0.01) -> None:
-        self.ratio = share(ratio)
+        self.ratio = check_ratio(ratio)
 
     def choose(self, x: Array, name: str, step: int) -> Array:
-        return largest(x, wanted(self.ratio, x.size))
+        return largest(x, selected_count(self.ratio, x.size))
 
 
 class BlockTopK(Selector):
@@ -127,13 +128,13 @@ class BlockTopK(Selector):
     unit: Unit = "blocks"
 
     def __init__(self, ratio: float = 0.01, block_size: int = BLOCK) -> None:
-        self.ratio, self.block_size = share(ratio), whole(block_size, "block_size")
+        self.ratio, self.block_size = check_ratio(ratio), whole(block_size, "block_size")
         if block_size < 8 or block_size % 8:
             raise UsageError(f"block_size {block_size}: expected a multiple of 8")
 
     def choose(self, x: Array, name: str, step: int) -> Array:
         squares = block_squares(x, self.block_size)
-        return largest(squares, wanted(self.ratio, squares.size))
+        return largest(squares, selected_count(self.ratio, squares.size))
 
 
 def block_squares(x: Array, block_size: int) -> Array:
@@ -153,13 +154,17 @@ class RandomK(Selector):
     is_common = True
 
     def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
-        self.ratio, self.seed = share(ratio), check_seed(seed)
+        self.ratio, self.seed = check_ratio(ratio), check_seed(seed)
 
     def choose(self, x: Array, name: str, step: int) -> Array:
         text = f"{self.seed} {step} {name}".encode()
         key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
         rng = np.random.Generator(np.random.Philox(key=key))
-        drawn = rng.choice(x.size, wanted(self.ratio, x.size), replace=False, shuffle=False) if x.size else np.empty(0)
+        drawn = (
+            rng.choice(x.size, selected_count(self.ratio, x.size), replace=False, shuffle=False)
+            if x.size
+            else np.empty(0)
+        )
         return np.sort(drawn.astype(np.int64))
 
 
@@ -170,7 +175,7 @@ class Threshold(Selector):
         self.threshold = _positive(threshold)
 
     def choose(self, x: Array, name: str, step: int) -> Array:
-        return at_least(x, self.threshold, beyond=True)
+        return at_least(x, self.threshold, strictly=True)
 
 
 class GuardedThreshold(Threshold):
@@ -179,12 +184,12 @@ class GuardedThreshold(Threshold):
 
     def __init__(self, threshold: float = 0.01, ratio: float = 0.01) -> None:
         super().__init__(threshold)
-        self.ratio = share(ratio)
+        self.ratio = check_ratio(ratio)
 
     def choose(self, x: Array, name: str, step: int) -> Array:
-        least, bits = wanted(self.ratio, x.size), x.view(np.int32)
-        if count_at_least(bits, _bits_of(self.threshold) + 1) < least:
-            return largest(x, least)
+        minimum, bits = selected_count(self.ratio, x.size), x.view(np.int32)
+        if count_at_least(bits, _bits_of(self.threshold) + 1) < minimum:
+            return largest(x, minimum)
         return super().choose(x, name, step)
 
 
@@ -200,14 +205,14 @@ class DgcSampling(Selector):
     selects: Selects = "about"
 
     def __init__(self, ratio: float = 0.01, seed: int = 0) -> None:
-        self.ratio = share(ratio)
+        self.ratio = check_ratio(ratio)
         self._sampler = RandomK(self.SAMPLE, seed)
 
     def choose(self, x: Array, name: str, step: int) -> Array:
         if not x.size:
             return np.empty(0, np.int64)
         sample = np.ascontiguousarray(x[self._sampler.select(x, name, step)])
-        magnitudes = np.abs(sample[largest(sample, wanted(self.ratio, sample.size))])
+        magnitudes = np.abs(sample[largest(sample, selected_count(self.ratio, sample.size))])
         threshold, aim = float(np.min(magnitudes)), self.ratio * x.size
         low, high = 0.0, np.inf  # too many elements are above `low`, too few above `high`
         for _ in range(self.ROUNDS):
@@ -221,35 +226,35 @@ class DgcSampling(Selector):
                 threshold = (low * high) ** 0.5
             else:
                 threshold *= self.UP if count > aim else self.DOWN
-        return largest(x, wanted(self.ratio, x.size))  # no threshold lies between, because magnitudes are equal
+        return largest(x, selected_count(self.ratio, x.size))  # no threshold lies between, because magnitudes are equal
 
 
 class Adaptive(Selector):
     """About a share `ratio` of the elements, above a threshold that follows the gradients from step to step.
 
     The first step of a name selects exactly this share. Each next step takes the last threshold, moved by the error of
-    the last step. So it reads the gradient once. If it finds more than `MOST` times as many elements as wanted, or as
-    few, it selects exactly and starts anew.
+    the last step. So it reads the gradient once. If it finds more than `MAX_RATIO` times as many elements as the
+    share says, or fewer than that part of them, it selects exactly and starts anew.
     """
 
-    MOST, GAIN = 4.0, 0.5
+    MAX_RATIO, GAIN = 4.0, 0.5
     selects: Selects = "about"
 
     def __init__(self, ratio: float = 0.01) -> None:
-        self.ratio = share(ratio)
+        self.ratio = check_ratio(ratio)
         self._thresholds: dict[str, float] = {}
 
     def choose(self, x: Array, name: str, step: int) -> Array:
-        aim = wanted(self.ratio, x.size)
+        aim = selected_count(self.ratio, x.size)
         threshold = self._thresholds.get(name, np.nan)
         count = count_at_least(x.view(np.int32), _bits_of(threshold)) if threshold > 0 else 0
-        if not aim / self.MOST <= count <= aim * self.MOST or not x.size:
-            places = largest(x, aim)
-            self._thresholds[name] = float(np.abs(x[places]).min()) if places.size else np.nan
-            return places
-        places = at_least(x, threshold)
+        if not aim / self.MAX_RATIO <= count <= aim * self.MAX_RATIO or not x.size:
+            indices = largest(x, aim)
+            self._thresholds[name] = float(np.abs(x[indices]).min()) if indices.size else np.nan
+            return indices
+        indices = at_least(x, threshold)
         self._thresholds[name] = threshold * (count / aim) ** self.GAIN
-        return places
+        return indices
 
 
 def _positive(threshold: object) -> float:

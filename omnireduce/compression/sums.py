@@ -23,8 +23,8 @@ def check_gradient(gradient: object) -> Array:
     if gradient.dtype != np.float32:
         raise UsageError(f"gradient is of {gradient.dtype}; expected float32")
     if not (gradient.flags.c_contiguous and gradient.flags.writeable):
-        what = "read-only" if gradient.flags.c_contiguous else "not C-contiguous"
-        raise UsageError(f"gradient is {what}; its result takes its place. Pass a copy")
+        problem = "read-only" if gradient.flags.c_contiguous else "not C-contiguous"
+        raise UsageError(f"gradient is {problem}; its result takes its place. Pass a copy")
     return gradient.reshape(-1)
 
 
@@ -38,11 +38,11 @@ def check_name(name: object) -> str:
 def name_for_all(name: str, common: str) -> str:
     """The name of the collectives for gradient `name`. It contains `common`, a text that must be the same on all ranks:
     if it differs, the service's error shows both texts. A long text is cut, and ends with a checksum."""
-    said = f"{name} by {common}"
-    if len(said) <= SENT_CHARACTERS:
-        return said
+    text = f"{name} by {common}"
+    if len(text) <= SENT_CHARACTERS:
+        return text
     checksum = f" {zlib.crc32(common.encode()):08x}"
-    return said[: SENT_CHARACTERS - len(checksum)] + checksum
+    return text[: SENT_CHARACTERS - len(checksum)] + checksum
 
 
 def check_seed(seed: object) -> int:

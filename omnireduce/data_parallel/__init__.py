@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from omnireduce.data_parallel.partition import Loader, partition_dataset
     from omnireduce.runtime.rank.world import is_initialized, rank, shutdown, size
 else:
-    _PLACES = {
+    _MODULES = {
         "Adapter": "adapters",
         "ArrayAdapter": "adapters",
         "DistributedOptimizer": "optimizer",
@@ -33,13 +33,13 @@ else:
         "init": "global_job",
         "partition_dataset": "partition",
     }
-    _OTHERS = "omnireduce.runtime.rank.world"
+    _WORLD_MODULE = "omnireduce.runtime.rank.world"
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'omnireduce.data_parallel' has no attribute {name!r}")
-        place = f"omnireduce.data_parallel.{_PLACES[name]}" if name in _PLACES else _OTHERS
-        attribute = getattr(import_module(place), name)
+        module = f"omnireduce.data_parallel.{_MODULES[name]}" if name in _MODULES else _WORLD_MODULE
+        attribute = getattr(import_module(module), name)
         globals()[name] = attribute  # from now on this function is not asked for it
         return attribute
 

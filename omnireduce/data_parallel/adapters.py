@@ -85,22 +85,22 @@ def named_tensors(x: Any, adapter: Adapter, path: str = "") -> list[tuple[str, A
     """Names and tensors of an array, of a list, tuple or dict of arrays, or of an object with `parameters()`. The order
     is the same on all ranks, and each tensor comes once."""
     named: dict[int, tuple[str, Any]] = {}
-    for name, tensor in _walked(x, adapter, path):
+    for name, tensor in _walk(x, adapter, path):
         named.setdefault(id(tensor), (name, tensor))
     return list(named.values())
 
 
-def _walked(x: Any, adapter: Adapter, path: str) -> Iterable[tuple[str, Any]]:
+def _walk(x: Any, adapter: Adapter, path: str) -> Iterable[tuple[str, Any]]:
     if adapter.kind(x):
         yield path or "parameter", x
     elif isinstance(x, dict):
         for key, nested in x.items():
-            yield from _walked(nested, adapter, f"{path}[{key!r}]")
+            yield from _walk(nested, adapter, f"{path}[{key!r}]")
     elif isinstance(x, list | tuple):
         for at, nested in enumerate(x):
-            yield from _walked(nested, adapter, f"{path}[{at}]")
+            yield from _walk(nested, adapter, f"{path}[{at}]")
     elif callable(getattr(x, "parameters", None)):
-        yield from _walked(list(x.parameters()), adapter, f"{path}parameters()")
+        yield from _walk(list(x.parameters()), adapter, f"{path}parameters()")
     elif x is not None:
         raise UsageError(
             f"{path or 'the model'} is {a_type(x)}: expected arrays, lists, tuples or dicts of them, or an "

@@ -43,20 +43,20 @@ def broadcast_parameters(
     comm, adapter = communicator(comm), ArrayAdapter() if adapter is None else adapter
     with told_to_others(comm):
         named = named_tensors(list(model) if hasattr(model, "__next__") else model, adapter)
-        known = {id(tensor) for _, tensor in named}
-        buffers = [pair for pair in adapter.buffers(model) if id(pair[1]) not in known]
+        parameter_ids = {id(tensor) for _, tensor in named}
+        buffers = [pair for pair in adapter.buffers(model) if id(pair[1]) not in parameter_ids]
         arrays = [adapter.read(tensor) for _, tensor in named + buffers]
-    own = [
+    terms = [
         (name, f"{array.dtype}{list(array.shape)}")
         for (name, _), array in zip(named + buffers, arrays, strict=True)
     ]  # fmt: skip
     kind = "none" if optimizer is None else type(optimizer).__name__
-    check_agreement(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *own], NAME)
+    check_agreement(comm, [("root_rank", str(root_rank)), ("optimizer", kind), *terms], NAME)
     if not named:
         raise UsageError(f"the model, {a_type(model)}, has no parameters: expected one or more")
     root = check_root(root_rank, comm.size, "root_rank")
     state = None if optimizer is None else _state_of(comm, root, optimizer, named, adapter)
-    received = moved(comm, root, [*arrays, *(state.arrays if state else ())], NAME)
+    received = broadcast_arrays(comm, root, [*arrays, *(state.arrays if state else ())], NAME)
     if comm.rank != root:
         for (_, tensor), values in zip(named + buffers, received, strict=False):
             adapter.write(tensor, values)
@@ -70,16 +70,16 @@ def _state_of(
     """The state that the optimizer of the root has."""
     inner = optimizer.opt if isinstance(optimizer, DistributedOptimizer) else optimizer
     state = OptimizerState(inner, [tensor for _, tensor in named], adapter)
-    told = state.described() if comm.rank == root else None
-    told = comm.broadcast_object(told, root, name=NAME)
+    description = state.describe() if comm.rank == root else None
+    description = comm.broadcast_object(description, root, name=NAME)
     if comm.rank != root:
-        state.expect(told)
+        state.expect(description)
     return state
 
 
-def moved(comm: Communicator, root: int, arrays: Sequence[Array], name: str) -> list[Array]:
-    """The root's values of these arrays, which are alike on all ranks, as arrays of their own: in one exchange, with
-    this name. Raises UsageError for arrays of objects."""
+def broadcast_arrays(comm: Communicator, root: int, arrays: Sequence[Array], name: str) -> list[Array]:
+    """Return the root's values of these arrays as new arrays, in one exchange with this name. Dtypes and shapes are the
+    same on all ranks. Raises UsageError for arrays of objects."""
     if not arrays:
         return []
     if any(array.dtype.hasobject for array in arrays):

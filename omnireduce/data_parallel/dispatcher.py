@@ -1,4 +1,4 @@
-"""The thread that submits to a communicator what all its ranks are ready for."""
+"""The thread that starts a collective on a communicator once all its ranks are ready for it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from omnireduce.data_parallel.fusion_buffer import Buffer
 from omnireduce.data_parallel.negotiation import Agreement
 from omnireduce.data_parallel.operations import (
     JOIN,
-    OF_QUEUE,
+    QUEUE_PREFIX,
     REFUSAL,
     Batch,
     Operation,
     Request,
     RowReduction,
     of_nothing,
+    reduce_rows,
     refusing,
-    together,
 )
 from omnireduce.data_parallel.queue_timeline import QueueTimeline
-from omnireduce.data_parallel.stalls import Ready, in_words, stalls
+from omnireduce.data_parallel.stalls import Ready, describe_stalls, stalls
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED
@@ -75,9 +75,9 @@ class Task:
 
 
 log = logging.getLogger("omnireduce")
-MOST_TOLD = 64  # of the collectives that a rank waits for, the oldest
+MAX_REPORTED = 64  # the oldest collectives that a rank waits for
 LONGEST_PAUSE_S = 0.05  # between rounds that have brought nothing
-MOST_BUFFERS = 256
+MAX_BUFFERS = 256
 MARKED_BYTES = 1 << 20  # an array of up to so many is copied, so that a mark can travel with it
 
 
@@ -95,8 +95,8 @@ class Dispatcher:
     def __init__(self, comm: Communicator) -> None:
         queue, stall = comm.config.queue, comm.config.stall
         self._comm, self._cycle_s, self._process = comm, queue.cycle_s, os.getpid()
-        of_rank_0 = comm.broadcast(np.array([queue.fusion_bytes]), name=OF_QUEUE + "fusion_bytes")
-        self._fusion_bytes = int(of_rank_0[0])  # what travels together is the same on all ranks
+        root_setting = comm.broadcast(np.array([queue.fusion_bytes]), name=QUEUE_PREFIX + "fusion_bytes")
+        self._fusion_bytes = int(root_setting[0])  # what travels together is the same on all ranks
         self._machine = Agreement(comm.rank, comm.size, self._fusion_bytes)
         self._warn_s, self._abort_s = stall.warn_s, stall.abort_s
         limits = [limit for limit in (comm.config.cluster.timeout_s, stall.warn_s, stall.abort_s) if limit]
@@ -108,9 +108,9 @@ class Dispatcher:
         self._memory: dict[str, Array] = {}  # by dtype, that of all buffers
         self._buffers: dict[tuple[Request, ...], Buffer] = {}
         self._lock: Any = threading.RLock()  # a signal handler may close on top of a thread that submits
-        self._work, self._over = threading.Condition(self._lock), threading.Condition(self._lock)
-        self._waited: list[Task] = []
-        self._fresh, self._closing, self._has_ended = False, False, False
+        self._work, self._task_done = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._waited_for: list[Task] = []
+        self._has_submissions, self._closing, self._has_ended = False, False, False
         self._error: BaseException | None = None
         self._inspected = 0.0  # when ranks told last what they wait for
         self._batches = self._collectives = 0
@@ -118,8 +118,8 @@ class Dispatcher:
         self._thread.start()
 
     def submit(self, operation: Operation) -> Task:
-        """This rank is ready for it. What it has refused by the same name comes first. Raises UsageError, and what has
-        ended the job."""
+        """Note that this rank is ready for the operation. Collectives of the same name that it has refused come first.
+        Raises UsageError, and the error that has ended the job."""
         name = operation.request.name
         self._check_process()
         with self._work:
@@ -130,7 +130,7 @@ class Dispatcher:
             if self._error is not None:
                 raise self._error.with_traceback(None)
             if name in self._tasks or (name == JOIN and self._tasks):
-                self._raise_because_of(name)
+                self._raise_name_in_use(name)
             task = self._begin(operation)
             self._timeline.submitted(operation.request)
         return task
@@ -138,23 +138,23 @@ class Dispatcher:
     def _begin(self, operation: Operation) -> Task:
         self._machine.submit(operation.request)
         task = self._tasks[operation.request.name] = Task(self, operation)
-        self._fresh = True
-        if self._machine.has_rounds or self._is_next:
+        self._has_submissions = True
+        if self._machine.has_rounds or self._has_work:
             self._work.notify()
         return task
 
-    def refuse(self, name: str, why: str) -> None:
-        """This rank refuses what it was asked to do by this name: the others, which wait for it, get an error. What has
-        this name and is under way comes first."""
+    def refuse(self, name: str, reason: str) -> None:
+        """Refuse the next collective of this name: the other ranks, which wait for it, get an error. A collective of
+        this name that is under way is finished first."""
         with self._work:
             if self._error is None and JOIN not in self._tasks and os.getpid() == self._process:
-                self._refused.setdefault(name, deque()).append(why)
+                self._refused.setdefault(name, deque()).append(reason)
                 self._begin_refusals()
 
     def _await_refusals(self, name: str) -> None:
         self._retried[name] += 1
         try:
-            self._over.wait_for(lambda: name not in self._refused)
+            self._task_done.wait_for(lambda: name not in self._refused)
         finally:
             self._retried[name] -= 1
 
@@ -176,7 +176,7 @@ class Dispatcher:
                 del self._tasks[name]
         self._refused.clear()
 
-    def _raise_because_of(self, name: str) -> None:
+    def _raise_name_in_use(self, name: str) -> None:
         if name == JOIN and name not in self._tasks:
             raise UsageError(f"join while '{next(iter(self._tasks))}' is under way: wait for it first")
         raise UsageError(f"'{name}' is under way already: wait for it, or choose another name")
@@ -184,21 +184,21 @@ class Dispatcher:
     def wait_for(self, task: Task, timeout_s: float | None) -> None:
         """Return when it is done. Raises TimeoutError."""
         self._check_process()
-        with self._over:
-            self._waited.append(task)
+        with self._task_done:
+            self._waited_for.append(task)
             self._work.notify()
             try:
-                if not self._over.wait_for(lambda: task.is_done, timeout_s):
+                if not self._task_done.wait_for(lambda: task.is_done, timeout_s):
                     raise TimeoutError(f"'{task.operation.request.name}' is not done after {timeout_s:g} s")
             finally:
-                self._waited.remove(task)
+                self._waited_for.remove(task)
 
     def statistics(self) -> Statistics:
         return Statistics(self._machine.rounds, self._batches, self._collectives)
 
     def close(self) -> None:
-        """End it on all ranks. What is under way elsewhere fails. In a signal handler that interrupts `submit` it
-        returns before the thread has ended."""
+        """End it on all ranks. Collectives under way on other ranks fail. In a signal handler that interrupts `submit`
+        it returns before the thread has ended."""
         if os.getpid() != self._process:
             return
         interrupts = self._lock._is_owned()
@@ -206,7 +206,7 @@ class Dispatcher:
             self._closing = True
             self._work.notify()
             if not interrupts:  # `Thread.join` in a handler on top of itself would wait for ever
-                self._over.wait_for(lambda: self._has_ended)
+                self._task_done.wait_for(lambda: self._has_ended)
 
     # the thread
 
@@ -215,8 +215,8 @@ class Dispatcher:
         try:
             while True:
                 if not self._machine.has_rounds:
-                    self._do_due()
-                elif self._meet(pause_s):
+                    self._run_due_batch()
+                elif self._negotiate(pause_s):
                     pause_s = self._cycle_s
                 else:
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -226,69 +226,71 @@ class Dispatcher:
             self._end(error)
             self._comm.__exit__(type(error), error, None)
         finally:
-            with self._over:
+            with self._task_done:
                 self._has_ended = True
-                self._over.notify_all()
+                self._task_done.notify_all()
 
     def _end(self, error: BaseException) -> None:
-        with self._over:
+        with self._task_done:
             self._error = error
             for task in self._tasks.values():
                 task.error, task.is_done = error, True
             self._tasks.clear()
             self._refused.clear()
-            self._over.notify_all()
+            self._task_done.notify_all()
 
     @property
     def _program_waits(self) -> bool:
-        """Some thread waits for what is not done. One that is done may not have woken yet."""
-        return any(not task.is_done for task in self._waited)
+        """Whether some thread waits for a task that is not done. A thread whose task is done may not have woken yet."""
+        return any(not task.is_done for task in self._waited_for)
 
-    def _meet(self, pause_s: float) -> bool:
+    def _negotiate(self, pause_s: float) -> bool:
         """A round; return whether it brought anything."""
         machine = self._machine
         self._timeline.cycle()
         with self._work:
-            if not self._fresh and not self._closing:
-                self._work.wait_for(lambda: self._fresh or self._closing, pause_s)
-            if self._fresh and not self._program_waits:  # more may come
+            if not self._has_submissions and not self._closing:
+                self._work.wait_for(lambda: self._has_submissions or self._closing, pause_s)
+            if self._has_submissions and not self._program_waits:  # more may come
                 self._work.wait_for(lambda: self._program_waits or self._closing, self._cycle_s)
-            self._fresh, told = False, machine.news()
-            asks = not self._closing, not self._is_inspection_due()
-            brought = np.append(machine.bytes_of_round(), np.array(asks, np.uint8))
-        least = self._comm.allreduce(brought, op="min", name=OF_QUEUE + "round")
-        if not least[-2]:
+            self._has_submissions, own_news = False, machine.news()
+            consents = not self._closing, not self._is_inspection_due()
+            flags = np.append(machine.bytes_of_round(), np.array(consents, np.uint8))
+        minimum = self._comm.allreduce(flags, op="min", name=QUEUE_PREFIX + "round")
+        if not minimum[-2]:
             raise ClosedError("a rank has closed its queue: it has ended, or called shutdown")
         with self._work:
-            batches, has_news = machine.agree(least[:-2])
+            batches, has_news = machine.agree(minimum[:-2])
         if has_news:
-            news = self._comm.allgather_object([request.said() for request in told], name=OF_QUEUE + "news")
+            all_news = self._comm.allgather_object(
+                [request.as_plain() for request in own_news], name=QUEUE_PREFIX + "news"
+            )
             with self._work:
-                machine.hear([[Request.told(said) for said in of_rank] for of_rank in news])
-        if not least[-1]:
+                machine.take_news([[Request.from_plain(fields) for fields in rank_news] for rank_news in all_news])
+        if not minimum[-1]:
             self._inspect()
         for batch in batches:
-            self._do(batch)
+            self._run_batch(batch)
         return bool(batches) or has_news
 
     @property
-    def _is_next(self) -> bool:
+    def _has_work(self) -> bool:
         """Without rounds: whether the thread has something to do."""
         machine = self._machine
-        return machine.is_ready or machine.is_stuck(waits=bool(self._waited) and self._program_waits)
+        return machine.is_ready or machine.is_stuck(waits=bool(self._waited_for) and self._program_waits)
 
-    def _do_due(self) -> None:
+    def _run_due_batch(self) -> None:
         """Do the batch that is due, once this rank is ready for it; spoil it if this rank cannot become ready."""
         with self._work:
-            self._work.wait_for(lambda: self._closing or self._is_next, self._patience_s)
+            self._work.wait_for(lambda: self._closing or self._has_work, self._patience_s)
             batch, ready = self._machine.due, self._machine.is_ready
-        if self._do(batch, is_due=True, spoils=not ready):
+        if self._run_batch(batch, is_due=True, spoils=not ready):
             with self._work:
-                self._machine.done(spoiled=True)
+                self._machine.finish_due(spoiled=True)
 
     # batches
 
-    def _do(self, batch: Batch, *, is_due: bool = False, spoils: bool = False) -> bool:
+    def _run_batch(self, batch: Batch, *, is_due: bool = False, spoils: bool = False) -> bool:
         """Do a batch, or spoil it; return whether it is spoiled. Then its tasks are as before. Only one that is due,
         without a round, can be."""
         if batch.error:
@@ -301,46 +303,52 @@ class Dispatcher:
         if not spoils:
             self._timeline.agreed(requests)
         if requests in self._buffers or self._fits_a_buffer(requests):
-            return self._do_in_buffer(batch, requests, is_due=is_due, spoils=spoils)
-        if is_due and self._is_marked(spoils=spoils):
+            return self._run_in_buffer(batch, requests, is_due=is_due, spoils=spoils)
+        if is_due and self._exchange_mark(spoils=spoils):
             self._timeline.spoiled(requests)
             return True
-        own = [self._operation(request) for request in requests]
+        operations = [self._operation(request) for request in requests]
         self._timeline.exchanging(requests)
         results: Sequence[Any]
         try:
-            results = together(self._comm, own) if isinstance(own[0], RowReduction) else [own[0].run(self._comm)]
+            if isinstance(operations[0], RowReduction):
+                results = reduce_rows(self._comm, operations)
+            else:
+                results = [operations[0].run(self._comm)]
         except UsageError as error:  # all ranks have one, or what comes next ends the job
-            results = [FailedTask(told(error))] * len(own)
+            results = [FailedTask(told(error))] * len(operations)
         self._timeline.done(requests)
         self._finish(batch, results, is_due=is_due)
         return False
 
     def _fits_a_buffer(self, requests: Sequence[Request]) -> bool:
-        if requests[0].kind != "allreduce" or not requests[0].shares:
+        if requests[0].kind != "allreduce" or not requests[0].fusion_key:
             return False
         return sum(request.nbytes for request in requests) <= max(self._fusion_bytes, MARKED_BYTES)
 
-    def _do_in_buffer(self, batch: Batch, requests: tuple[Request, ...], *, is_due: bool, spoils: bool) -> bool:
+    def _run_in_buffer(self, batch: Batch, requests: tuple[Request, ...], *, is_due: bool, spoils: bool) -> bool:
         """All-reduces of one type and operation."""
-        buffer, own = self._buffer_for(requests), [] if spoils else [self._operation(request) for request in requests]
+        buffer = self._buffer_for(requests)
+        operations = [] if spoils else [self._operation(request) for request in requests]
         if spoils:
             buffer.spoil(self._comm.rank)
         else:
             self._timeline.filling(requests)
-            buffer.fill([array for operation in own for array in operation.brought()])
+            buffer.fill([array for operation in operations for array in operation.inputs()])
             self._timeline.exchanging(requests, MEMCPY_IN)
-        self._comm.allreduce(buffer.whole, op=requests[0].combined_by, name=OF_QUEUE + batch.names[0])
+        self._comm.allreduce(buffer.whole, op=requests[0].combined_by, name=QUEUE_PREFIX + batch.names[0])
         if buffer.is_spoiled:
             self._timeline.spoiled(requests)
             return True
         self._timeline.emptying(requests)
-        results = [self._taken(operation, parts) for operation, parts in zip(own, buffer.parts, strict=True)]
+        results = [
+            self._take_result(operation, parts) for operation, parts in zip(operations, buffer.parts, strict=True)
+        ]
         self._timeline.done(requests)
         self._finish(batch, results, is_due=is_due)
         return False
 
-    def _taken(self, operation: Any, parts: Sequence[Array]) -> Any:
+    def _take_result(self, operation: Any, parts: Sequence[Array]) -> Any:
         """The result, or an error of this rank alone: NumPy may raise one if numbers overflow."""
         try:
             return operation.take(parts, self._comm.size)
@@ -358,15 +366,15 @@ class Dispatcher:
                 self._memory[dtype] = np.empty(elements, dtype)
                 self._buffers.clear()
             buffer = Buffer(self._memory[dtype], sizes, requests[0].combined_by, block_size)
-            if len(self._buffers) == MOST_BUFFERS:
+            if len(self._buffers) == MAX_BUFFERS:
                 self._buffers.clear()
             self._buffers[requests] = buffer
         return buffer
 
-    def _is_marked(self, *, spoils: bool) -> bool:
+    def _exchange_mark(self, *, spoils: bool) -> bool:
         """Exchange the mark by itself, before operations that cannot carry it; return whether some rank spoils the
         batch."""
-        return bool(self._comm.allreduce(np.full(1, spoils, np.int8), op="max", name=OF_QUEUE + "mark")[0])
+        return bool(self._comm.allreduce(np.full(1, spoils, np.int8), op="max", name=QUEUE_PREFIX + "mark")[0])
 
     def _operation(self, request: Request) -> Any:
         """The operation of this rank; one without data if this rank has joined."""
@@ -379,9 +387,9 @@ class Dispatcher:
     def _finish(
         self, batch: Batch, results: Sequence[Any], *, is_due: bool = False, error: UsageError | None = None
     ) -> None:
-        with self._over:
+        with self._task_done:
             if is_due:  # before any thread sees that it is done, and submits it again
-                self._machine.done(spoiled=False)
+                self._machine.finish_due(spoiled=False)
             for name, result in zip(batch.names, results, strict=True):
                 task = self._tasks.pop(name, None)
                 if task is None:
@@ -398,7 +406,7 @@ class Dispatcher:
             if self._refused:
                 self._refused = {name: reasons for name, reasons in self._refused.items() if reasons}
                 self._begin_refusals()
-            self._over.notify_all()
+            self._task_done.notify_all()
 
     # stalls
 
@@ -424,15 +432,15 @@ class Dispatcher:
         """All ranks tell what they wait for. Raises AbortedError if it is for too long."""
         with self._work:
             now = self._inspected = time.monotonic()
-            oldest = sorted(self._awaited.items(), key=lambda item: item[1].since)[:MOST_TOLD]
-        own: list[Ready] = [(name, now - task.since) for name, task in oldest if name != JOIN]
-        told = self._comm.allgather_object((self._abort_s, own), name=OF_QUEUE + "what is waited for")
-        abort_s, waiting = told[0][0], [ready for _, ready in told]
+            oldest = sorted(self._awaited.items(), key=lambda item: item[1].since)[:MAX_REPORTED]
+        own_waits: list[Ready] = [(name, now - task.since) for name, task in oldest if name != JOIN]
+        reports = self._comm.allgather_object((self._abort_s, own_waits), name=QUEUE_PREFIX + "what is waited for")
+        abort_s, waiting = reports[0][0], [ready for _, ready in reports]
         joined = self._machine.joined
         if self._comm.rank == 0 and self._warn_s:
-            for who, what in in_words(stalls(waiting, joined, self._warn_s)):
-                log.warning("stalled: %s %s", who, what, extra=tagged("stalled"))
-        fatal = in_words(stalls(waiting, joined, abort_s)) if abort_s else []
+            for missing, text in describe_stalls(stalls(waiting, joined, self._warn_s)):
+                log.warning("stalled: %s %s", missing, text, extra=tagged("stalled"))
+        fatal = describe_stalls(stalls(waiting, joined, abort_s)) if abort_s else []
         if fatal:
-            who, what = fatal[0]
-            raise AbortedError(who, f"{who} {what}: longer than stall.abort_s, {abort_s:g} s")
+            missing, text = fatal[0]
+            raise AbortedError(missing, f"{missing} {text}: longer than stall.abort_s, {abort_s:g} s")

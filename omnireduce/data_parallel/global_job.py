@@ -19,6 +19,6 @@ def init(config: Any = None, **named: Any) -> tuple[int, int]:
     return joined.rank, joined.size
 
 
-def communicator(own: Communicator | None = None) -> Communicator:
+def communicator(comm: Communicator | None = None) -> Communicator:
     """The program's own, or that of the job. Raises UsageError before `init`, and after `shutdown`."""
-    return world.running() if own is None else own
+    return world.running() if comm is None else comm

@@ -60,10 +60,10 @@ def check_extension(*_: object) -> None:
     """Horovod raises ImportError here where it was built without a framework. Here nothing is built."""
 
 
-def _not_here() -> bool:
+def _is_not_built() -> bool:
     """No: the service does its work."""
     return False
 
 
-mpi_built = mpi_enabled = gloo_built = gloo_enabled = _not_here
-nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _not_here
+mpi_built = mpi_enabled = gloo_built = gloo_enabled = _is_not_built
+nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _is_not_built

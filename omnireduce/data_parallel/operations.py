@@ -26,19 +26,19 @@ def adasum(gradients: Sequence[Array]) -> Array:
     """
     combined = [gradient.astype(np.float64) for gradient in gradients]
     while len(combined) > 1:
-        combined = [_pair(a, b) for a, b in zip(combined[::2], combined[1::2], strict=True)]
+        combined = [_combine_pair(a, b) for a, b in zip(combined[::2], combined[1::2], strict=True)]
     return combined[0].astype(gradients[0].dtype)
 
 
-def _pair(a: Array, b: Array) -> Array:
-    product, own, other = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
-    of_a = 1 - product / (2 * own) if own else 1.0
-    of_b = 1 - product / (2 * other) if other else 1.0
-    combined: Array = of_a * a + of_b * b
+def _combine_pair(a: Array, b: Array) -> Array:
+    product, square_a, square_b = (float(np.vdot(x, y)) for x, y in ((a, b), (a, a), (b, b)))
+    factor_a = 1 - product / (2 * square_a) if square_a else 1.0
+    factor_b = 1 - product / (2 * square_b) if square_b else 1.0
+    combined: Array = factor_a * a + factor_b * b
     return combined
 
 
-REFUSAL = "refusal"  # the kind of what takes the place of a collective that a rank has refused; why is in its terms
+REFUSAL = "refusal"  # the kind of a stand-in for a collective that a rank has refused; its terms hold the reason
 JOIN = "(join)"  # the name of the request of a rank that has no more data
 WITHOUT_DATA = ("allreduce", "rows")  # kinds that a rank which has no more data does not hold up
 
@@ -70,19 +70,19 @@ class Request(NamedTuple):
     parts: tuple[TensorType, ...] = ()
     terms: str = ""
 
-    def said(self) -> tuple[Any, ...]:
+    def as_plain(self) -> tuple[Any, ...]:
         """The request as plain data, for other ranks."""
         return self.name, self.kind, self.op, tuple(tuple(part) for part in self.parts), self.terms
 
     @classmethod
-    def told(cls, words: Any) -> Request:
+    def from_plain(cls, fields: Any) -> Request:
         """The request, from what `said` returned on another rank."""
-        name, kind, op, parts, terms = words
+        name, kind, op, parts, terms = fields
         return cls(name, kind, op, tuple(TensorType(dtype, tuple(shape)) for dtype, shape in parts), terms)
 
     def __str__(self) -> str:
-        shown = [str(part) for part in self.parts[:6]] + ["…"] * (len(self.parts) > 6)
-        return " ".join(text for text in (self.kind, self.op, ", ".join(shown), self.terms) if text)
+        parts = [str(part) for part in self.parts[:6]] + ["…"] * (len(self.parts) > 6)
+        return " ".join(text for text in (self.kind, self.op, ", ".join(parts), self.terms) if text)
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +98,7 @@ class Request(NamedTuple):
         return "sum" if divides else cast(Op, self.op)
 
     @property
-    def shares(self) -> str:
+    def fusion_key(self) -> str:
         """A key: requests with the same key may share an exchange. With an empty key a request shares none."""
         if self.kind == "rows":
             return f"rows {self.op}"
@@ -116,29 +116,29 @@ class Batch(NamedTuple):
     error: str = ""
 
 
-def fused(requests: Iterable[Request], most_bytes: int) -> list[Batch]:
-    """Put requests into batches. Each joins the last batch that it may share, if that then has at most `most_bytes`.
-    If `most_bytes` is 0, each request has a batch of its own."""
+def fused(requests: Iterable[Request], max_bytes: int) -> list[Batch]:
+    """Put requests into batches. Each joins the last batch that it may share, if that then has at most `max_bytes`.
+    If `max_bytes` is 0, each request has a batch of its own."""
     names: list[list[str]] = []
     last: dict[str, tuple[list[str], int]] = {}
     for request in requests:
-        batch, nbytes = last.get(request.shares, ([], 0)) if request.shares and most_bytes else ([], 0)
-        if not batch or nbytes + request.nbytes > most_bytes:
+        batch, nbytes = last.get(request.fusion_key, ([], 0)) if request.fusion_key and max_bytes else ([], 0)
+        if not batch or nbytes + request.nbytes > max_bytes:
             batch, nbytes = [], 0
             names.append(batch)
         batch.append(request.name)
-        last[request.shares] = batch, nbytes + request.nbytes
+        last[request.fusion_key] = batch, nbytes + request.nbytes
     return [Batch(tuple(batch)) for batch in names]
 
 
-OF_QUEUE = INNER  # before the names of its collectives: a timeline shows tensors instead
+QUEUE_PREFIX = INNER  # before the names of its collectives: a timeline shows tensors instead
 
 
-def check_number(x: Array, what: str, op: str) -> None:
+def check_number(x: Array, label: str, op: str) -> None:
     """Raises UsageError unless `op` can combine arrays of this dtype. Here integers have a mean, too."""
     ops = BOOL_OPS if element_type(x.dtype) is BOOL else NUMBER_OPS
     if op not in ops:
-        raise UsageError(f"op {op!r} of {what}, which is {x.dtype}: expected one of {', '.join(ops)}")
+        raise UsageError(f"op {op!r} of {label}, which is {x.dtype}: expected one of {', '.join(ops)}")
 
 
 def _neutral(op: str, dtype: np.dtype[Any]) -> Any:
@@ -160,15 +160,15 @@ class Reduction:
         self, name: str, arrays: Sequence[Array], outs: Sequence[Array], op: Op, prescale: float, postscale: float
     ) -> None:
         for at, (x, out) in enumerate(zip(arrays, outs, strict=True)):
-            what = f"array {at} of '{name}'" if len(arrays) > 1 else f"'{name}'"
-            check_number(check_array(x, what), what, op)
-            flat_view(x, what, writable=False)
-            flat_view(out, f"out of {what}", writable=True)
+            label = f"array {at} of '{name}'" if len(arrays) > 1 else f"'{name}'"
+            check_number(check_array(x, label), label, op)
+            flat_view(x, label, writable=False)
+            flat_view(out, f"out of {label}", writable=True)
             if (x.shape, x.dtype) != (out.shape, out.dtype):
                 expected = f"{x.dtype}{list(x.shape)}"
-                raise UsageError(f"out of {what} is {out.dtype}{list(out.shape)}: expected {expected}")
+                raise UsageError(f"out of {label} is {out.dtype}{list(out.shape)}: expected {expected}")
             if x is not out and np.may_share_memory(x, out):
-                raise UsageError(f"out overlaps {what}; to work in place, call without out=")
+                raise UsageError(f"out overlaps {label}; to work in place, call without out=")
         if find_overlap(outs):
             raise UsageError(f"arrays of '{name}' share memory; expected each array once")
         self._outs = outs
@@ -187,12 +187,12 @@ class Reduction:
         return cls(request.name, neutral, neutral, request.op, 1, 1)  # type: ignore[arg-type]
 
     @property
-    def form(self) -> ReductionTemplate:
+    def template(self) -> ReductionTemplate:
         """This reduction without its arrays, for the same reduction of other arrays."""
         dtypes = tuple(out.dtype for out in self._outs)
         return ReductionTemplate(self.request, dtypes, self._prescale, self._postscale)
 
-    def brought(self) -> list[Array]:
+    def inputs(self) -> list[Array]:
         """The input of this rank: flat arrays."""
         if self._prescale == 1:
             return self._flat
@@ -211,9 +211,9 @@ class Reduction:
 
     def run(self, comm: Communicator) -> Any:
         """Do the reduction, in an exchange of its own."""
-        outs, brought = self._flat_outs, self.brought()
-        for op, places in self._exchanges():
-            self._exchange(comm, op, [brought[at] for at in places], [outs[at] for at in places])
+        outs, inputs = self._flat_outs, self.inputs()
+        for op, indices in self._exchanges():
+            self._exchange(comm, op, [inputs[at] for at in indices], [outs[at] for at in indices])
         return self.take(outs, comm.size)
 
     def _exchanges(self) -> list[tuple[Op, list[int]]]:
@@ -222,17 +222,17 @@ class Reduction:
         if op != "mean":
             return [(cast(Op, op), list(everything))]
         integers = [at for at in everything if self._flat_outs[at].dtype.kind in "iu"]
-        others = [at for at in everything if at not in integers]
-        exchanges: list[tuple[Op, list[int]]] = [("sum", integers), ("mean", others)]
+        other_indices = [at for at in everything if at not in integers]
+        exchanges: list[tuple[Op, list[int]]] = [("sum", integers), ("mean", other_indices)]
         return [exchange for exchange in exchanges if exchange[1]]
 
-    def _exchange(self, comm: Communicator, op: Op, brought: Sequence[Array], outs: Sequence[Array]) -> None:
-        name = OF_QUEUE + self.request.name
+    def _exchange(self, comm: Communicator, op: Op, inputs: Sequence[Array], outs: Sequence[Array]) -> None:
+        name = QUEUE_PREFIX + self.request.name
         if len(outs) == 1:
-            is_same = np.may_share_memory(brought[0], outs[0])
-            comm.allreduce(brought[0], out=None if is_same else outs[0], op=op, name=name)
+            is_same = np.may_share_memory(inputs[0], outs[0])
+            comm.allreduce(inputs[0], out=None if is_same else outs[0], op=op, name=name)
             return
-        for x, out in zip(brought, outs, strict=True):
+        for x, out in zip(inputs, outs, strict=True):
             if not np.may_share_memory(x, out):  # else they are the same
                 out[:] = x
         comm.allreduce(list(outs), op=op, name=name)
@@ -246,11 +246,11 @@ class ReductionTemplate(NamedTuple):
     prescale: float
     postscale: float
 
-    def of(self, arrays: Sequence[Array], op: str, prescale: float, postscale: float) -> Reduction | None:
+    def reduction_of(self, arrays: Sequence[Array], op: str, prescale: float, postscale: float) -> Reduction | None:
         """The reduction of these arrays, in place; None if they are not of this form. It costs a fourth of making and
         checking a new one."""
-        request, dtypes, before, after = self
-        if len(arrays) != len(dtypes) or (op, prescale, postscale) != (request.op, before, after):
+        request, dtypes, own_prescale, own_postscale = self
+        if len(arrays) != len(dtypes) or (op, prescale, postscale) != (request.op, own_prescale, own_postscale):
             return None
         if len(arrays) > 1 and len(set(map(id, arrays))) < len(arrays):
             return None
@@ -260,11 +260,11 @@ class ReductionTemplate(NamedTuple):
             flags = x.flags
             if not (flags.c_contiguous and flags.writeable):
                 return None
-        made = Reduction.__new__(Reduction)
-        made.request, made._prescale, made._postscale = request, before, after
-        made._outs = list(arrays)
-        made._flat = made._flat_outs = [x.reshape(-1) for x in arrays]
-        return made
+        reduction = Reduction.__new__(Reduction)
+        reduction.request, reduction._prescale, reduction._postscale = request, own_prescale, own_postscale
+        reduction._outs = list(arrays)
+        reduction._flat = reduction._flat_outs = [x.reshape(-1) for x in arrays]
+        return reduction
 
 
 class RowReduction:
@@ -285,21 +285,21 @@ class RowReduction:
         return cls(request.name, np.zeros(0, np.int64), np.zeros((0, width), dtype), rows, request.op)  # type: ignore[arg-type]
 
 
-class Alone(NamedTuple):
+class UnfusedOperation(NamedTuple):
     """An operation that never shares an exchange."""
 
     request: Request
     run: Callable[[Communicator], Any]
 
 
-Operation = Reduction | RowReduction | Alone
+Operation = Reduction | RowReduction | UnfusedOperation
 
 
-def together(comm: Communicator, operations: Sequence[RowReduction]) -> list[Rows[Any]]:
+def reduce_rows(comm: Communicator, operations: Sequence[RowReduction]) -> list[Rows[Any]]:
     """Reduce rows of several matrices, in one exchange for each dtype and row length."""
     first = operations[0].request
     tables = [operation.table for operation in operations]
-    return comm.allreduce_tables(tables, op=first.op, name=OF_QUEUE + first.name)  # type: ignore[arg-type]
+    return comm.allreduce_tables(tables, op=first.op, name=QUEUE_PREFIX + first.name)  # type: ignore[arg-type]
 
 
 def of_nothing(request: Request) -> Reduction | RowReduction:
@@ -308,40 +308,40 @@ def of_nothing(request: Request) -> Reduction | RowReduction:
     return kind.of_nothing(request)
 
 
-def gathering(name: str, x: Array) -> Alone:
+def gathering(name: str, x: Array) -> UnfusedOperation:
     """The `x` of all ranks, concatenated along the first dimension, in which they may differ."""
     flat_view(x, f"'{name}'", writable=False)
     if x.ndim == 0:
         raise UsageError(f"'{name}' has no dimension to gather along; expected at least one")
     request = Request(name, "allgather", "", (TensorType(str(x.dtype), x.shape[1:]),), "of any length")
-    return Alone(request, lambda comm: np.concatenate(comm.allgather_ragged(x, name=OF_QUEUE + name)))
+    return UnfusedOperation(request, lambda comm: np.concatenate(comm.allgather_ragged(x, name=QUEUE_PREFIX + name)))
 
 
-def broadcasting(name: str, x: Array, root: int, size: int) -> Alone:
+def broadcasting(name: str, x: Array, root: int, size: int) -> UnfusedOperation:
     """The root's `x`, copied into the `x` of every rank."""
     flat_view(x, f"'{name}'", writable=True)
     request = Request(
         name, "broadcast", "", (TensorType(str(x.dtype), x.shape),), f"from rank {check_root(root, size)}"
     )
-    return Alone(request, lambda comm: comm.broadcast(x, root, name=OF_QUEUE + name))
+    return UnfusedOperation(request, lambda comm: comm.broadcast(x, root, name=QUEUE_PREFIX + name))
 
 
-def exchanging(name: str, x: Array, splits: Array, rank: int) -> Alone:
+def exchanging(name: str, x: Array, splits: Array, rank: int) -> UnfusedOperation:
     """All-to-all: rank r gets `splits[r]` rows of `x`. The result: the rows that came, and how many from each rank."""
     flat_view(x, f"'{name}'", writable=False)
     request = Request(name, "alltoall", "", (TensorType(str(x.dtype), x.shape[1:]),), "of any length")
 
     def run(comm: Communicator) -> tuple[Array, Array]:
-        everyones = comm.allgather(splits, name=f"{OF_QUEUE}splits of {name}")
-        parts = comm.allgather_ragged(x, name=OF_QUEUE + name)
-        ends = np.cumsum(everyones, axis=1)[:, rank]
-        mine = [part[end - n : end] for part, end, n in zip(parts, ends, everyones[:, rank], strict=True)]
-        return np.concatenate(mine), everyones[:, rank].copy()
+        all_splits = comm.allgather(splits, name=f"{QUEUE_PREFIX}splits of {name}")
+        parts = comm.allgather_ragged(x, name=QUEUE_PREFIX + name)
+        ends = np.cumsum(all_splits, axis=1)[:, rank]
+        received = [part[end - n : end] for part, end, n in zip(parts, ends, all_splits[:, rank], strict=True)]
+        return np.concatenate(received), all_splits[:, rank].copy()
 
-    return Alone(request, run)
+    return UnfusedOperation(request, run)
 
 
-def scattering(name: str, x: Array, op: Op, prescale: float, postscale: float) -> Alone:
+def scattering(name: str, x: Array, op: Op, prescale: float, postscale: float) -> UnfusedOperation:
     """This rank's rows of the combined `x`. If they cannot be equally many, the first ranks have one more."""
     whole = np.empty_like(x)
     reduction = Reduction(name, [x], [whole], op, prescale, postscale)
@@ -351,10 +351,10 @@ def scattering(name: str, x: Array, op: Op, prescale: float, postscale: float) -
         reduction.run(comm)
         return np.array_split(whole, comm.size)[comm.rank].copy()
 
-    return Alone(request, run)
+    return UnfusedOperation(request, run)
 
 
-def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: int) -> Alone:
+def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: int) -> UnfusedOperation:
     """Adasum of each of the arrays."""
     reduction = Reduction(name, arrays, outs, "sum", 1, 1)  # checks them
     if size & (size - 1):
@@ -364,35 +364,35 @@ def combining(name: str, arrays: Sequence[Array], outs: Sequence[Array], size: i
 
     def run(comm: Communicator) -> Any:
         for x, out in zip(arrays, outs, strict=True):
-            out[...] = adasum(list(comm.allgather(x, name=OF_QUEUE + name)))
+            out[...] = adasum(list(comm.allgather(x, name=QUEUE_PREFIX + name)))
         return outs[0] if len(outs) == 1 else list(outs)
 
-    return Alone(reduction.request._replace(kind="adasum", op=""), run)
+    return UnfusedOperation(reduction.request._replace(kind="adasum", op=""), run)
 
 
-def telling(name: str, x: object, root: int | None, *, size: int, trust: bool) -> Alone:
+def sharing_object(name: str, x: object, root: int | None, *, size: int, trust: bool) -> UnfusedOperation:
     """The root's object; without a root, a list of all ranks' objects. See `Communicator.broadcast_object`."""
     terms = "of all ranks" if root is None else f"of rank {check_root(root, size)}"
     request = Request(name, "object", "", (), f"{terms}, {'pickled' if trust else 'plain data'}")
 
     def run(comm: Communicator) -> Any:
         if root is None:
-            return comm.allgather_object(x, name=OF_QUEUE + name, trust=trust)
-        return comm.broadcast_object(x, root, name=OF_QUEUE + name, trust=trust)
+            return comm.allgather_object(x, name=QUEUE_PREFIX + name, trust=trust)
+        return comm.broadcast_object(x, root, name=QUEUE_PREFIX + name, trust=trust)
 
-    return Alone(request, run)
+    return UnfusedOperation(request, run)
 
 
-def meeting(name: str) -> Alone:
+def barrier(name: str) -> UnfusedOperation:
     """A barrier: no result, once all ranks have come."""
-    return Alone(Request(name, "barrier"), lambda comm: None)
+    return UnfusedOperation(Request(name, "barrier"), lambda comm: None)
 
 
-def joining() -> Alone:
+def joining() -> UnfusedOperation:
     """A join. Its result is the rank that joined last, which the queue knows."""
-    return Alone(Request(JOIN, "join"), lambda comm: None)
+    return UnfusedOperation(Request(JOIN, "join"), lambda comm: None)
 
 
-def refusing(name: str, why: str) -> Alone:
+def refusing(name: str, reason: str) -> UnfusedOperation:
     """A stand-in for a collective that this rank has refused. It is never done: all ranks get an error."""
-    return Alone(Request(name, REFUSAL, terms=why), lambda comm: None)
+    return UnfusedOperation(Request(name, REFUSAL, terms=reason), lambda comm: None)

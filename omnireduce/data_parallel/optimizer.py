@@ -16,14 +16,14 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.shared_errors import told_to_others
 
-OWN = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
-# What optimizers call what all ranks must have alike
+OWN_ATTRIBUTES = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
+# Attributes of optimizers that all ranks must have alike
 NUMBERS = ("lr", "learning_rate", "rate", "momentum", "weight_decay", "beta1", "beta2", "betas", "eps")
 
 
 class DistributedOptimizer:
     """`opt`, whose `step` first averages the gradients of all ranks, in one exchange. It has all attributes of `opt`;
-    what is set here is set there.
+    setting one sets that of `opt`.
 
     `parameters`: what it trains, as `broadcast_parameters` takes it; by default `opt.params` or `opt.parameters`. All
     ranks have the same. `loader`: that of `partition_dataset`, whose batches may be of different sizes: then each rank
@@ -31,10 +31,10 @@ class DistributedOptimizer:
     `adapter`: how tensors are read, for frameworks that are not known here. `comm`: instead of the global communicator.
 
     Each parameter has its gradient in `grad`, an array of its shape, or None. Averages are written into the memory of
-    the gradients. Where parameters are arrays, which have no such attribute, `step` takes the gradients, and hands
-    their averages on to `opt.step`: in the same lists, tuples and dicts as the parameters. A gradient that is missing
-    on some ranks counts as zeros there; one that is missing on all stays missing. At the first step in a job ranks
-    compare their parameters, the kind of `opt` and its numbers, such as `lr`: all get a UsageError where they differ.
+    the gradients. If parameters are arrays, which have no such attribute, `step` takes the gradients, and hands their
+    averages on to `opt.step`: in the same lists, tuples and dicts as the parameters. A gradient that is missing on some
+    ranks counts as zeros there; one that is missing on all stays missing. At the first step in a job ranks compare
+    their parameters, the kind of `opt` and its numbers, such as `lr`: all get a UsageError where they differ.
 
     Raises UsageError for an optimizer without `step` or without parameters.
     """
@@ -66,12 +66,12 @@ class DistributedOptimizer:
         self._averaging = Averaging(self._names, self._parts, self._terms)
 
     def __getattr__(self, name: str) -> Any:
-        if name in OWN:  # not set yet: a copy is being made
+        if name in OWN_ATTRIBUTES:  # not set yet: a copy is being made
             raise AttributeError(name)
         return getattr(self.opt, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in OWN:
+        if name in OWN_ATTRIBUTES:
             object.__setattr__(self, name, value)
         else:
             setattr(self.opt, name, value)
@@ -82,7 +82,7 @@ class DistributedOptimizer:
         return [
             ("loader", "none" if self._loader is None else "given"),
             ("optimizer", type(self.opt).__name__),
-            *((name, _shown(value)) for name, value in numbers),
+            *((name, _describe_number(value)) for name, value in numbers),
         ]
 
     def step(self, *gradients: Any) -> Any:
@@ -98,7 +98,7 @@ class DistributedOptimizer:
         with told_to_others(communicator(self._comm)):
             if len(gradients) > 1:
                 raise UsageError(f"step got {len(gradients)} arguments: expected the gradients as one, a list or dict")
-        return self.opt.step(self._averages_of(gradients[0]))
+        return self.opt.step(self._average_nested(gradients[0]))
 
     def average_gradients(self) -> None:
         """Replace the gradients of the parameters by their means over all ranks, as `step` does before it: for what
@@ -108,35 +108,35 @@ class DistributedOptimizer:
                 if isinstance(tensor, np.ndarray):
                     raise UsageError(f"'{name}' is an array, which has no gradient: expected step(gradients)")
         tensors = [getattr(tensor, "grad", None) for _, tensor in self._named]
-        averages, copied = self._averages(tensors)
+        averages, copied = self._average_tensors(tensors)
         for at, ((_, parameter), before, after) in enumerate(zip(self._named, tensors, averages, strict=True)):
             if after is not None and (before is None or at in copied):
                 kind = self._adapter.gradient_kind if before is None else self._adapter.kind(before)
                 parameter.grad = self._adapter.make(kind, after, parameter)
 
-    def _averages_of(self, gradients: Any) -> Any:
+    def _average_nested(self, gradients: Any) -> Any:
         """The averages of gradients that come in lists, tuples and dicts."""
         with told_to_others(communicator(self._comm)):
             tensors = list(leaves(gradients, self._parameters, self._adapter))
             if len(tensors) != len(self._named):
                 raise UsageError("an array comes twice in the parameters: expected each once for step(gradients)")
-        averages, _ = self._averages(tensors)
+        averages, _ = self._average_tensors(tensors)
         return rebuilt(iter(averages), self._parameters, self._adapter)
 
-    def _averages(self, tensors: Sequence[Any]) -> tuple[list[Array | None], set[int]]:
-        """The average of each gradient, and the places of those that are not in the memory of their tensor."""
+    def _average_tensors(self, tensors: Sequence[Any]) -> tuple[list[Array | None], set[int]]:
+        """The average of each gradient, and the indices of those that are not in the memory of their tensor."""
         comm = communicator(self._comm)
         with told_to_others(comm):
-            own, copied = exchangeable(tensors, self._names, self._parts, self._adapter)
+            gradients, copied = exchangeable(tensors, self._names, self._parts, self._adapter)
             if self._loader is not None and self._loader.share != 1.0:
-                scale(own, self._loader.share, copied)
-        return self._averaging.average(own, comm), copied
+                scale(gradients, self._loader.share, copied)
+        return self._averaging.average(gradients, comm), copied
 
 
-def _shown(value: object) -> str:
+def _describe_number(value: object) -> str:
     """A number, or several, in the words that all ranks have for it: 1 is 1.0."""
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_shown, value))})"
+        return f"({', '.join(map(_describe_number, value))})"
     return repr(float(value)) if isinstance(value, int | float | np.integer | np.floating) else "nothing"
 
 

@@ -20,7 +20,7 @@ class _NoStateError(Exception):
 
 
 class OptimizerState:
-    """State of an optimizer, which trains these `parameters`. The root calls `described`. The others call `expect` with
+    """State of an optimizer, which trains these `parameters`. The root calls `describe`. The others call `expect` with
     that description, and `restore` with the values of the arrays. `arrays`: those of the state on the root, and as many
     like them on the others.
     """
@@ -29,22 +29,22 @@ class OptimizerState:
         if not hasattr(optimizer, "__dict__"):
             raise UsageError(f"optimizer is {a_type(optimizer)}: expected an object that keeps its state")
         self._optimizer, self._parameters, self._adapter = optimizer, parameters, adapter
-        self._places = {id(parameter): at for at, parameter in enumerate(parameters)}
-        self._told: dict[str, Any] = {}
+        self._indices = {id(parameter): at for at, parameter in enumerate(parameters)}
+        self._descriptions: dict[str, Any] = {}
         self.arrays: list[Array] = []
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The state as plain data, with a description of each array in its place."""
         for name, value in vars(self._optimizer).items():
             before = len(self.arrays)
             try:
-                self._told[name] = self._said(value)
+                self._descriptions[name] = self._describe(value)
             except _NoStateError:
                 del self.arrays[before:]
-        return self._told
+        return self._descriptions
 
-    def _said(self, x: Any) -> Any:
-        if id(x) in self._places:  # the attribute has the parameters themselves
+    def _describe(self, x: Any) -> Any:
+        if id(x) in self._indices:  # the attribute has the parameters themselves
             raise _NoStateError
         if isinstance(x, np.ndarray | np.generic) and not _has_numbers(x):
             raise _NoStateError
@@ -58,38 +58,38 @@ class OptimizerState:
         if type(x) in PLAIN:
             return {"plain": x}
         if isinstance(x, dict):
-            return {"pairs": [[self._key(key), self._said(value)] for key, value in x.items()]}
+            return {"pairs": [[self._key(key), self._describe(value)] for key, value in x.items()]}
         if type(x) in (list, tuple):
-            return {"list": [self._said(value) for value in x], "is_tuple": isinstance(x, tuple)}
+            return {"list": [self._describe(value) for value in x], "is_tuple": isinstance(x, tuple)}
         raise _NoStateError
 
     def _key(self, key: Any) -> Any:
         """A key of a dict: often it is a parameter, or the id of one."""
-        if id(key) in self._places:
-            return {"parameter": self._places[id(key)]}
-        if isinstance(key, int) and key in self._places:
-            return {"id": self._places[key]}
+        if id(key) in self._indices:
+            return {"parameter": self._indices[id(key)]}
+        if isinstance(key, int) and key in self._indices:
+            return {"id": self._indices[key]}
         if not _is_plain(key):
             raise _NoStateError
         return {"plain": key}
 
-    def expect(self, told: dict[str, Any]) -> None:
+    def expect(self, descriptions: dict[str, Any]) -> None:
         """Take the root's description."""
-        self._told = told
-        for description in told.values():
+        self._descriptions = descriptions
+        for description in descriptions.values():
             self._expect(description)
 
-    def _expect(self, said: Any) -> None:
-        if "kind" in said:
-            self.arrays.append(np.empty(said["shape"], said["dtype"]))
-        for nested in (*said.get("list", ()), *(value for _, value in said.get("pairs", ()))):
+    def _expect(self, description: Any) -> None:
+        if "kind" in description:
+            self.arrays.append(np.empty(description["shape"], description["dtype"]))
+        for nested in (*description.get("list", ()), *(value for _, value in description.get("pairs", ()))):
             self._expect(nested)
 
     def restore(self, values: Sequence[Array]) -> None:
         """Give the optimizer the state that was described, with these values of its arrays."""
-        rest = iter(values)
-        for name, said in self._told.items():
-            old, new = getattr(self._optimizer, name, None), self._made(said, rest)
+        arrays = iter(values)
+        for name, description in self._descriptions.items():
+            old, new = getattr(self._optimizer, name, None), self._rebuild(description, arrays)
             if isinstance(old, dict) and isinstance(new, dict):  # others may refer to it
                 old.clear()
                 old.update(new)
@@ -98,19 +98,19 @@ class OptimizerState:
             else:
                 setattr(self._optimizer, name, new)
 
-    def _made(self, said: Any, rest: Any) -> Any:
-        if "parameter" in said:
-            return self._parameters[said["parameter"]]
-        if "id" in said:
-            return id(self._parameters[said["id"]])
-        if "kind" in said:
-            return self._adapter.make(said["kind"], next(rest), self._parameters[0])
-        if "plain" in said:
-            return said["plain"]
-        if "pairs" in said:
-            return {self._made(key, rest): self._made(value, rest) for key, value in said["pairs"]}
-        values = [self._made(value, rest) for value in said["list"]]
-        return tuple(values) if said["is_tuple"] else values
+    def _rebuild(self, description: Any, arrays: Any) -> Any:
+        if "parameter" in description:
+            return self._parameters[description["parameter"]]
+        if "id" in description:
+            return id(self._parameters[description["id"]])
+        if "kind" in description:
+            return self._adapter.make(description["kind"], next(arrays), self._parameters[0])
+        if "plain" in description:
+            return description["plain"]
+        if "pairs" in description:
+            return {self._rebuild(key, arrays): self._rebuild(value, arrays) for key, value in description["pairs"]}
+        values = [self._rebuild(value, arrays) for value in description["list"]]
+        return tuple(values) if description["is_tuple"] else values
 
 
 def _has_numbers(x: Any) -> bool:

@@ -29,7 +29,7 @@ class Loader:
     """The batches of one rank: iterate over it once in each epoch. Its length is the number of steps.
 
     `epoch`: the number of the next epoch, from 0. It grows when an iteration comes to its end; see `set_epoch`.
-    `share`: the samples of the last batch, of those of an average rank. It is 1.0 where all ranks have as many.
+    `share`: the samples of the last batch, of those of an average rank. It is 1.0 if all ranks have equally many.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Loader:
     ) -> None:
         self.epoch, self.share = 0, 1.0
         self._rank, self._size, self._dataset, self._to_tensor = rank, size, dataset, to_tensor
-        total = samples_of(dataset)
+        total = count_samples(dataset)
         _check(total, batch_size, size)
         self._sampling = Sampling(total, shuffle=shuffle, seed=seed, pads=False)
         ends = [*range(batch_size, total, batch_size), total]
@@ -65,10 +65,10 @@ class Loader:
         """The numbers of the samples that this rank takes in the next epoch, step by step."""
         self._sampling.begin(self.epoch)
         self._sampling.deal(self._rank, self._size)
-        own = self._sampling.indices
-        return [own[self._place(start) : self._place(end)] for start, end in self._bounds]
+        indices = self._sampling.indices
+        return [indices[self._samples_before(start) : self._samples_before(end)] for start, end in self._bounds]
 
-    def _place(self, at: int) -> int:
+    def _samples_before(self, at: int) -> int:
         """The number of samples of this rank among the first `at` samples of all ranks."""
         return (at - self._rank + self._size - 1) // self._size
 
@@ -81,8 +81,8 @@ class Loader:
     def _batch(self, numbers: list[int]) -> Any:
         columns = self._dataset
         if _is_columns(columns):
-            return _mapped(lambda column: self._to_tensor(column[numbers]), columns)
-        return _stacked([columns[number] for number in numbers], self._to_tensor)
+            return _map_columns(lambda column: self._to_tensor(column[numbers]), columns)
+        return _stack([columns[number] for number in numbers], self._to_tensor)
 
 
 def partition_dataset(
@@ -98,18 +98,18 @@ def partition_dataset(
     All ranks call this with the same arguments.
 
     `dataset`: an array of NumPy, a tuple or dict of such of one length, or another object with `len()` and `[]`, as a
-    list, that returns samples, which are stacked. `batch_size`: of all ranks together. It is divided among them, and
-    where it cannot be divided evenly, some batches have one sample more. `shuffle`: in another order each epoch, drawn
-    from `seed`. `to_tensor`: what becomes of each array of a batch. `comm`: instead of the global communicator.
+    list, that returns samples, which are stacked. `batch_size`: of all ranks together. It is divided among them. If it
+    cannot be divided evenly, some batches have one sample more. `shuffle`: in another order each epoch, drawn from
+    `seed`. `to_tensor`: what becomes of each array of a batch. `comm`: instead of the global communicator.
 
     Raises UsageError for an empty dataset, for a batch or a dataset of fewer samples than ranks, and where ranks
     differ; otherwise what has ended the job.
     """
     comm = communicator(comm)
     with told_to_others(comm):
-        samples = samples_of(dataset)
-    own = {"samples of the dataset": samples, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
-    check_agreement(comm, [(name, str(value)) for name, value in own.items()], "partition_dataset")
+        samples = count_samples(dataset)
+    arguments = {"samples of the dataset": samples, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+    check_agreement(comm, [(name, str(value)) for name, value in arguments.items()], "partition_dataset")
     loader = Loader(
         dataset, batch_size, rank=comm.rank, size=comm.size, seed=seed, shuffle=shuffle, to_tensor=to_tensor
     )
@@ -121,15 +121,15 @@ def _is_columns(dataset: Any) -> bool:
     return isinstance(dataset, dict | tuple | np.ndarray)
 
 
-def samples_of(dataset: Any) -> int:
+def count_samples(dataset: Any) -> int:
     """The number of its samples. Raises UsageError for an object that is no dataset."""
     if isinstance(dataset, np.ndarray):
         dataset = (dataset,)
     if _is_columns(dataset):
         columns = list(dataset.values() if isinstance(dataset, dict) else dataset)
-        if others := [type(column).__name__ for column in columns if not isinstance(column, np.ndarray)]:
+        if wrong_types := [type(column).__name__ for column in columns if not isinstance(column, np.ndarray)]:
             raise UsageError(
-                f"the dataset is {a_type(dataset)} with a {others[0]}: expected arrays of NumPy in it, of all "
+                f"the dataset is {a_type(dataset)} with a {wrong_types[0]}: expected arrays of NumPy in it, of all "
                 "samples; single samples may be in a list"
             )
         shapes = [column.shape for column in columns]
@@ -156,23 +156,25 @@ def _check(total: int, batch_size: object, size: int) -> None:
         raise UsageError(f"the dataset has {total} samples for {size} ranks: expected one or more for each rank")
 
 
-def _mapped(function: Callable[[Array], Any], x: Any) -> Any:
+def _map_columns(function: Callable[[Array], Any], x: Any) -> Any:
     if isinstance(x, dict):
         return {key: function(column) for key, column in x.items()}
     return tuple(function(column) for column in x) if isinstance(x, tuple) else function(x)
 
 
-def _stacked(samples: list[Any], to_tensor: ToTensor) -> Any:
+def _stack(samples: list[Any], to_tensor: ToTensor) -> Any:
     """Samples as one: arrays with a dimension more, in the tuples, lists or dicts in which the samples have them."""
     first = samples[0]
     parts = _parts_of(first)
     for sample in samples:
-        if (others := _parts_of(sample)) != parts:
-            raise UsageError(f"samples cannot be stacked: one has {parts}, another one {others}; expected the same")
+        if (sample_parts := _parts_of(sample)) != parts:
+            raise UsageError(
+                f"samples cannot be stacked: one has {parts}, another one {sample_parts}; expected the same"
+            )
     if isinstance(first, dict):
-        return {key: _stacked([sample[key] for sample in samples], to_tensor) for key in first}
+        return {key: _stack([sample[key] for sample in samples], to_tensor) for key in first}
     if isinstance(first, list | tuple):
-        return tuple(_stacked(list(those), to_tensor) for those in zip(*samples, strict=True))
+        return tuple(_stack(list(nested), to_tensor) for nested in zip(*samples, strict=True))
     try:
         stacked = np.stack([_array_of(sample) for sample in samples])
     except ValueError as error:
@@ -181,7 +183,7 @@ def _stacked(samples: list[Any], to_tensor: ToTensor) -> Any:
 
 
 def _parts_of(sample: Any) -> str:
-    """In words, what must be alike of samples that are stacked, beside shapes of arrays."""
+    """The structure that all stacked samples must share, in words. Shapes of arrays are compared later."""
     if isinstance(sample, dict):
         return f"the keys {sorted(map(repr, sample))}"
     return f"{len(sample)} parts" if isinstance(sample, list | tuple) else "no parts"

@@ -12,30 +12,30 @@ from omnireduce.core.descriptor import NAME_CHARACTERS, Op, RowOp
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import operations
 from omnireduce.data_parallel.dispatcher import Dispatcher, Statistics, Task
-from omnireduce.data_parallel.negotiation import MOST_NAMES
+from omnireduce.data_parallel.negotiation import MAX_NAMES
 from omnireduce.data_parallel.operations import JOIN, Operation, Reduction, ReductionTemplate, RowReduction
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.shared_errors import is_told, reason_of, told
 
-OWN_NAMES = (JOIN, "(barrier)")
+RESERVED_NAMES = (JOIN, "(barrier)")
 LONGEST_NAME = NAME_CHARACTERS - 20  # there is more before it in the names of the collectives of a queue
 QueueOp = Op | Literal["adasum"]
 P = ParamSpec("P")
 
 
-def _told(method: Callable[Concatenate[Queue, P], Task]) -> Callable[Concatenate[Queue, P], Task]:
+def _refuses_on_error(method: Callable[Concatenate[Queue, P], Task]) -> Callable[Concatenate[Queue, P], Task]:
     """Decorate a method: if it raises an error, the ranks that wait for the same name learn of it."""
 
     @wraps(method)
-    def telling(self: Queue, /, *args: P.args, **kwargs: P.kwargs) -> Task:
+    def submit(self: Queue, /, *args: P.args, **kwargs: P.kwargs) -> Task:
         try:
             return method(self, *args, **kwargs)
         except Exception as error:
             self.refuse(error, kwargs.get("name"))
             raise
 
-    return telling
+    return submit
 
 
 class Queue:
@@ -44,11 +44,11 @@ class Queue:
 
     Ranks may submit in any order: a `name` says what belongs together, and all ranks give the same one. Small arrays of
     one type and operation travel together, up to `queue.fusion_bytes` of rank 0. Programs whose steps are alike need
-    nothing beside their arrays: see `statistics`. Where ranks differ about a name, each of them gets an error that says
+    nothing beside their arrays: see `statistics`. If ranks differ about a name, each of them gets an error that says
     how.
 
-    Where a rank does not come to what others wait for, rank 0 logs a warning after `stall.warn_s`, and the job ends
-    after `stall.abort_s`.
+    If a rank does not come to a collective that others wait for, rank 0 logs a warning after `stall.warn_s`, and the
+    job ends after `stall.abort_s`.
 
     All its ranks make it at the same time. `name` tells it from other queues of `comm`. Close it before `comm`.
 
@@ -98,7 +98,7 @@ class Queue:
         try:
             last = self._last.get(name)
             if last is not None and outs is None:
-                like_last = last.of(arrays, op, prescale, postscale)
+                like_last = last.reduction_of(arrays, op, prescale, postscale)
                 if like_last is not None:
                     return self._dispatcher.submit(like_last)
             return self._submit(self._reduction(arrays, name, op, outs, prescale, postscale))
@@ -119,34 +119,34 @@ class Queue:
                 raise UsageError(f"adasum of '{name}' is not scaled: expected prescale and postscale to be 1")
             return operations.combining(name, arrays, outs, self.size)
         operation = Reduction(name, arrays, outs, op, *scales)
-        if len(self._last) == MOST_NAMES:
+        if len(self._last) == MAX_NAMES:
             self._last.clear()
-        self._last[name] = operation.form
+        self._last[name] = operation.template
         return operation
 
-    @_told
+    @_refuses_on_error
     def allreduce_rows_async(self, indices: Array, values: Array, n_rows: int, *, name: str, op: RowOp = "sum") -> Task:
         """Add rows of a tall matrix by number: see `Communicator.allreduce_rows`. The result is (indices, values)."""
         return self._submit(RowReduction(name, indices, values, n_rows, op))
 
-    @_told
+    @_refuses_on_error
     def allgather_async(self, x: Array, *, name: str) -> Task:
         """Everybody's `x`, one behind the other; the lengths of the first dimension may differ. It takes up to
         `protocol.max_part_bytes`."""
         self._check_part(name, x)
         return self._submit(operations.gathering(name, x))
 
-    @_told
+    @_refuses_on_error
     def broadcast_async(self, x: Array, root: int = 0, *, name: str) -> Task:
         """Replace `x` on all ranks by that of `root`."""
         return self._submit(operations.broadcasting(name, x, root, self.size))
 
-    @_told
+    @_refuses_on_error
     def alltoall_async(self, x: Array, splits: Array | None = None, *, name: str) -> Task:
         """Send the first `splits[0]` rows of `x` to rank 0, the next `splits[1]` to rank 1, and so on.
 
         `splits`: integers (size,); None: parts of one length. The result: the rows that have come here, by the rank
-        that sent them, and how many from each: int64 (size,). What ranks send to each other travels to all.
+        that sent them, and how many from each: int64 (size,). All rows travel to all ranks.
         """
         size = self.size
         self._check_part(name, x)
@@ -163,7 +163,7 @@ class Queue:
             )
         return self._submit(operations.exchanging(name, x, splits.astype(np.int64), self.rank))
 
-    @_told
+    @_refuses_on_error
     def reducescatter_async(
         self, x: Array, *, name: str, op: Op = "sum", prescale: float = 1.0, postscale: float = 1.0
     ) -> Task:
@@ -172,15 +172,15 @@ class Queue:
             raise UsageError(f"'{name}' has no rows to scatter; expected at least one dimension")
         return self._submit(operations.scattering(name, x, op, prescale, postscale))
 
-    @_told
+    @_refuses_on_error
     def broadcast_object_async(self, x: object, root: int = 0, *, name: str, trust: bool = False) -> Task:
         """The object of `root`: see `Communicator.broadcast_object`, also for what it may be."""
-        return self._submit(operations.telling(name, x, root, size=self.size, trust=trust))
+        return self._submit(operations.sharing_object(name, x, root, size=self.size, trust=trust))
 
-    @_told
+    @_refuses_on_error
     def allgather_object_async(self, x: object, *, name: str, trust: bool = False) -> Task:
         """A list of the objects of all ranks."""
-        return self._submit(operations.telling(name, x, None, size=self.size, trust=trust))
+        return self._submit(operations.sharing_object(name, x, None, size=self.size, trust=trust))
 
     def refuse(self, error: Exception, *names: object) -> None:
         """Let the ranks that wait for what has these names know that this one refuses it, because of `error`: their
@@ -189,12 +189,12 @@ class Queue:
         nothing.
         """
         for name in names:
-            if isinstance(name, str) and not _wrong_name(name) and not is_told(error, name):
+            if isinstance(name, str) and not _name_error(name) and not is_told(error, name):
                 self._dispatcher.refuse(name, reason_of(told(error, name)))
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
-        self._submit(operations.meeting("(barrier)")).wait()
+        self._submit(operations.barrier("(barrier)")).wait()
 
     def join(self) -> int:
         """This rank has no more data. Return the rank that joined last, when all ranks have joined.
@@ -210,24 +210,24 @@ class Queue:
         return self._dispatcher.statistics()
 
     def close(self) -> None:
-        """End the queues of all ranks. What is under way elsewhere fails."""
+        """End the queues of all ranks. Collectives under way on other ranks fail."""
         self._dispatcher.close()
         self._comm.shutdown()
 
     def _check_part(self, name: str, x: Array) -> None:
-        most = self._comm.config.protocol.max_part_bytes
-        if isinstance(x, np.ndarray) and x.nbytes > most:
-            raise UsageError(f"'{name}' has {x.nbytes} bytes; expected at most protocol.max_part_bytes, {most}")
+        max_bytes = self._comm.config.protocol.max_part_bytes
+        if isinstance(x, np.ndarray) and x.nbytes > max_bytes:
+            raise UsageError(f"'{name}' has {x.nbytes} bytes; expected at most protocol.max_part_bytes, {max_bytes}")
 
     def _submit(self, operation: Operation) -> Task:
         """Raises UsageError for a name that no collective may have: later it would end the job."""
         name, kind = operation.request.name, operation.request.kind
-        if kind not in ("join", "barrier") and (wrong := _wrong_name(name)):
-            raise UsageError(wrong)
+        if kind not in ("join", "barrier") and (error := _name_error(name)):
+            raise UsageError(error)
         return self._dispatcher.submit(operation)
 
 
-def _wrong_name(name: object) -> str:
+def _name_error(name: object) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME or not name.isprintable():
         return f"name {name!r:.60}: expected a text of 1 to {LONGEST_NAME} characters that can be shown"
-    return f"name {name!r}: a queue uses it itself; expected another one" if name in OWN_NAMES else ""
+    return f"name {name!r}: a queue uses it itself; expected another one" if name in RESERVED_NAMES else ""

@@ -26,7 +26,7 @@ class Sampling:
         self.epoch = 0
         self.processed: set[int] = set()  # by any rank, as far as this one has been told
         self.indices: list[int] = []  # that this rank takes
-        self._untold: set[int] = set()
+        self._unreported: set[int] = set()
 
     def deal(self, rank: int, size: int) -> None:
         """Deal out what is left of this epoch."""
@@ -41,24 +41,24 @@ class Sampling:
 
     def begin(self, epoch: int) -> None:
         """Begin an epoch. Nothing of it is done."""
-        self.epoch, self.processed, self._untold = epoch, set(), set()
+        self.epoch, self.processed, self._unreported = epoch, set(), set()
 
     def record(self, indices: Iterable[int]) -> None:
         """Note that this rank has done these samples."""
-        done = set(indices)
-        self.processed |= done
-        self._untold |= done
+        samples = set(indices)
+        self.processed |= samples
+        self._unreported |= samples
 
-    def untold(self) -> Array:
+    def unreported(self) -> Array:
         """The samples that this rank has done and the others do not know of: bool (total,)."""
         mask = np.zeros(self._total, np.bool_)
-        mask[list(self._untold)] = True
+        mask[list(self._unreported)] = True
         return mask
 
-    def told(self, done: Array) -> None:
-        """Take the samples that any rank has done, combined from the `untold` of all: bool (total,)."""
-        self.processed.update(np.flatnonzero(done).tolist())
-        self._untold = set()
+    def take_reported(self, samples: Array) -> None:
+        """Take the samples that any rank has done, combined from the `unreported` of all: bool (total,)."""
+        self.processed.update(np.flatnonzero(samples).tolist())
+        self._unreported = set()
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and its samples that are done."""
@@ -66,4 +66,4 @@ class Sampling:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a `state_dict`."""
-        self.epoch, self.processed, self._untold = int(state["epoch"]), set(state["processed_indices"]), set()
+        self.epoch, self.processed, self._unreported = int(state["epoch"]), set(state["processed_indices"]), set()

@@ -37,7 +37,7 @@ class Scaling(NamedTuple):
         return Scaling(Sum, 1 / factor, factor / size)
 
 
-def scaling(average: bool | None, op: QueueOp | None, prescale: float = 1.0, postscale: float = 1.0) -> Scaling:
+def make_scaling(average: bool | None, op: QueueOp | None, prescale: float = 1.0, postscale: float = 1.0) -> Scaling:
     """The operation that a caller asks for. Older programs say `average`. Raises UsageError if both are given, and for
     an unknown op."""
     if average is not None and op is not None:

@@ -1,4 +1,4 @@
-"""The one queue of a process, for fronts that have functions where others have objects.
+"""The queue of a process that fronts use whose collectives are functions, such as `allreduce(x)`.
 
 Ranks may form sets, each with a queue of its own. The names are Horovod's.
 """
@@ -40,10 +40,10 @@ class ProcessSet:
 
     def rank(self) -> int:
         """The number of this rank in the set. Raises UsageError where it does not belong to it."""
-        own = world.running().rank
-        if own not in self.members():
-            raise UsageError(f"rank {own} does not belong to the process set {self.members()}")
-        return self.members().index(own)
+        own_rank = world.running().rank
+        if own_rank not in self.members():
+            raise UsageError(f"rank {own_rank} does not belong to the process set {self.members()}")
+        return self.members().index(own_rank)
 
     def size(self) -> int:
         """The number of its ranks."""
@@ -62,7 +62,7 @@ global_process_set.ranks, global_process_set.process_set_id = None, 0
 
 
 class LocalRank(NamedTuple):
-    """Place of a rank: its number among the ranks of its host, and the number of its host among hosts with such a rank.
+    """Numbers of a rank: its own among the ranks of its host, and that of its host among the hosts with such a rank.
 
     In an elastic job that has fewer ranks than before, `local_rank` may be `local_size` or more.
     """
@@ -86,7 +86,7 @@ class _Session:
         """The communicator is in a job, or in a new formation of it. All its ranks call this."""
         self.sets, self.queues = {0: global_process_set}, {0: Queue(self.comm)}
         self.added, self.unnamed = 0, Counter[tuple[str, int]]()
-        self.place = _place(self.queues[0], self.comm)
+        self.local = _find_local_rank(self.queues[0], self.comm)
 
     def close_queues(self) -> None:
         """End them on all ranks."""
@@ -138,7 +138,7 @@ def session_of() -> _Session:
 
 
 def shutdown() -> None:
-    """Leave the job. What is under way on other ranks fails. Does nothing when there is none."""
+    """Leave the job. Collectives under way on other ranks fail. Does nothing when there is none."""
     global _session
     session = _session  # a signal handler may call this meanwhile
     if session is not None:
@@ -169,7 +169,8 @@ def queue(process_set: ProcessSet = global_process_set) -> Queue:
 
 
 def name_of(kind: str, name: str | None, process_set: ProcessSet = global_process_set) -> str:
-    """The name of a collective. One without a name gets a number: then all ranks have them in one order."""
+    """The name of a collective. A collective without a name gets a number: then all ranks call such collectives in one
+    order."""
     if name:
         return f"{kind}.{name}"
     key = kind, process_set.process_set_id or 0
@@ -183,9 +184,9 @@ def names_of(kind: str, name: str | None, values: Sequence[Any], process_set: Pr
     return [f"{first}.{at}" for at in range(len(values))]
 
 
-def told_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[[], T]) -> T:
-    """Call `begin`, which leads to the collectives of these names, and return its result. If it raises an error, the
-    ranks that wait for these names are told, unless they know."""
+def submit_named(names: Sequence[str], process_set: ProcessSet, begin: Callable[[], T]) -> T:
+    """Call `begin`, which submits the collectives of these names, and return its result. If it raises an error, the
+    ranks that wait for these names are told of it, unless they know of it already."""
     try:
         return begin()
     except Exception as error:
@@ -194,13 +195,13 @@ def told_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[
         raise
 
 
-def begun_by_name(names: Sequence[str], process_set: ProcessSet, begin: Callable[[int], Task]) -> list[Task]:
-    """Call `begin` with the place of each name, and return the tasks. If it raises an error, this collective and
+def submit_each(names: Sequence[str], process_set: ProcessSet, begin: Callable[[int], Task]) -> list[Task]:
+    """Call `begin` with the index of each name, and return the tasks. If it raises an error, this collective and
     all later ones are refused. The earlier ones are waited for, so that their names are free again."""
     tasks = list[Task]()
     try:
         for at in range(len(names)):
-            tasks.append(told_by_name(names[at:], process_set, partial(begin, at)))
+            tasks.append(submit_named(names[at:], process_set, partial(begin, at)))
     except Exception:
         for task in tasks:
             with suppress(OmniReduceError):
@@ -245,28 +246,31 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     session.added += 1  # also where one refuses: all count alike
     number = session.added
 
-    def exchange(own: ProcessSet | None, reason: str) -> list[str]:
-        ranks = [] if own is None else own.members()
-        said = session.queues[0].allgather_object_async((ranks, reason), name=f"process set {number}").wait()
+    def exchange(checked_set: ProcessSet | None, reason: str) -> list[str]:
+        ranks = [] if checked_set is None else checked_set.members()
+        replies = session.queues[0].allgather_object_async((ranks, reason), name=f"process set {number}").wait()
         differs = "process set {}; this rank has {}".format
-        return [why or (differs(theirs, ranks) if theirs != ranks else "") for theirs, why in said]
+        return [
+            other_reason or (differs(other_ranks, ranks) if other_ranks != ranks else "")
+            for other_ranks, other_reason in replies
+        ]
 
-    made = run_agreed_by(lambda: _checked(process_set, session), exchange)
-    made.process_set_id, session.sets[number] = number, made
-    if made.included():
-        session.queues[number] = Queue(session.comm, made.members(), name=f"set-{number}")
-    return made
+    added_set = run_agreed_by(lambda: _check_new_set(process_set, session), exchange)
+    added_set.process_set_id, session.sets[number] = number, added_set
+    if added_set.included():
+        session.queues[number] = Queue(session.comm, added_set.members(), name=f"set-{number}")
+    return added_set
 
 
-def _checked(process_set: ProcessSet | Sequence[int], session: _Session) -> ProcessSet:
+def _check_new_set(process_set: ProcessSet | Sequence[int], session: _Session) -> ProcessSet:
     """The set that is to be added. Raises UsageError."""
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    ranks = made.members()
+    new_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = new_set.members()
     if not ranks or not 0 <= ranks[0] <= ranks[-1] < session.comm.size:
         raise UsageError(f"process set {ranks}: expected ranks from 0 to {session.comm.size - 1}")
     if any(other.members() == ranks for other in session.sets.values()):
         raise UsageError(f"process set {ranks}: there is one of these ranks")
-    return made
+    return new_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -293,47 +297,50 @@ def size() -> int:
 
 def local_rank() -> int:
     """The number of this rank among those of its host."""
-    return session_of().place.local_rank
+    return session_of().local.local_rank
 
 
 def local_size() -> int:
     """The number of ranks on this host."""
-    return session_of().place.local_size
+    return session_of().local.local_size
 
 
 def cross_rank() -> int:
     """The number of this host among those that have a rank with this `local_rank`."""
-    return session_of().place.cross_rank
+    return session_of().local.cross_rank
 
 
 def cross_size() -> int:
     """The number of hosts that have a rank with this `local_rank`."""
-    return session_of().place.cross_size
+    return session_of().local.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether all hosts have as many ranks."""
-    return session_of().place.is_homogeneous
+    return session_of().local.is_homogeneous
 
 
-def _place(everyone: Queue, joined: Communicator) -> LocalRank:
-    """The place of this rank. The launcher knows best which ranks share a host, as containers have names of their own.
+def _find_local_rank(global_queue: Queue, comm: Communicator) -> LocalRank:
+    """Find the local rank of this rank. The launcher knows best which ranks share a host, as containers have names of
+    their own.
 
-    In an elastic job the launcher knew it when it started this rank. How many ranks a host has now, they tell each
-    other; each keeps its local rank, by which it may have chosen a device, though ranks before it may be gone.
+    In an elastic job the launcher knew it when it started this rank. Ranks tell each other how many ranks a host has
+    now. Each keeps its local rank, by which it may have chosen a device, even if ranks before it have gone.
     """
-    launched = None if joined.config.elastic.enabled else joined.local_size
-    own = joined.local_rank, launched, os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    told = everyone.allgather_object_async(own, name="place").wait()
+    launched = None if comm.config.elastic.enabled else comm.local_size
+    own_entry = comm.local_rank, launched, os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    entries = global_queue.allgather_object_async(own_entry, name="place").wait()
     hosts: dict[str, list[int]] = {}
-    for number, (_, _, host) in enumerate(told):
+    for number, (_, _, host) in enumerate(entries):
         hosts.setdefault(host, []).append(number)
-    here = hosts[own[2]]
-    local = here.index(joined.rank) if own[0] is None else own[0]
-    locals_ = [hosts[host].index(number) if at is None else at for number, (at, _, host) in enumerate(told)]
-    alike = [number for number, at in enumerate(locals_) if at == local]
-    sizes = {len(hosts[host]) if many is None else many for _, many, host in told}
-    return LocalRank(local, launched or len(here), alike.index(joined.rank), len(alike), len(sizes) == 1)
+    local_ranks = hosts[own_entry[2]]
+    local_rank = local_ranks.index(comm.rank) if own_entry[0] is None else own_entry[0]
+    local_numbers = [
+        hosts[host].index(number) if index is None else index for number, (index, _, host) in enumerate(entries)
+    ]
+    peers = [number for number, index in enumerate(local_numbers) if index == local_rank]
+    sizes = {len(hosts[host]) if many is None else many for _, many, host in entries}
+    return LocalRank(local_rank, launched or len(local_ranks), peers.index(comm.rank), len(peers), len(sizes) == 1)
 
 
 def _at_exit() -> None:

@@ -33,18 +33,18 @@ class ElasticState(State):
         self._comm, self.arrays, self.step = comm, dict(arrays), step
         shapes = sorted((name, array.dtype.str, array.shape) for name, array in self.arrays.items())
         self._fingerprint = hashlib.sha256(msgspec.json.encode(shapes) + fingerprint).digest()
-        self._kept = {name: array.copy() for name, array in self.arrays.items()}
+        self._saved = {name: array.copy() for name, array in self.arrays.items()}
         self.committed_step = step
 
     def save(self) -> None:
         """Keep the state as it is now, on this rank. If that fails, the other ranks are told."""
         with told_to_others(self._comm):
-            self._keep()
+            self._copy_arrays()
 
     def restore(self) -> None:
         """Go back to the last commit."""
         for name, array in self.arrays.items():
-            np.copyto(array, self._kept[name])
+            np.copyto(array, self._saved[name])
         self.step = self.committed_step
 
     def sync(self) -> int:
@@ -55,15 +55,15 @@ class ElasticState(State):
         those of that rank; this rank should then leave, and the other ranks go on.
         """
         with told_to_others(self._comm):
-            mine = np.array([(self.step, self._fingerprint)], [("step", np.int64), ("fingerprint", "S32")])
-        all_ranks = self._comm.allgather(mine, name="step and fingerprint")[:, 0]
+            own_record = np.array([(self.step, self._fingerprint)], [("step", np.int64), ("fingerprint", "S32")])
+        all_ranks = self._comm.allgather(own_record, name="step and fingerprint")[:, 0]
         steps = all_ranks["step"]
         # Several ranks may have most steps. One of the majority is taken, so that a worker with another state is the
         # one to go.
-        alike = [int((all_ranks["fingerprint"] == record["fingerprint"]).sum()) for record in all_ranks]
-        source = max(range(len(steps)), key=lambda rank: (steps[rank], alike[rank], -rank))
+        votes = [int((all_ranks["fingerprint"] == record["fingerprint"]).sum()) for record in all_ranks]
+        source = max(range(len(steps)), key=lambda rank: (steps[rank], votes[rank], -rank))
         with told_to_others(self._comm):
-            if all_ranks["fingerprint"][source] != mine["fingerprint"][0]:
+            if all_ranks["fingerprint"][source] != own_record["fingerprint"][0]:
                 raise UsageError(
                     f"this worker's state is another than that of rank {source}: expected the same arrays (names, "
                     "shapes and dtypes), configuration and data on every worker"
@@ -71,15 +71,15 @@ class ElasticState(State):
         for name in sorted(self.arrays):
             self._comm.broadcast(self.arrays[name], source, name=name)
         self.step = int(steps[source])
-        self._keep()
+        self._copy_arrays()
         return int(source)
 
     def collect(self) -> None:
         """Do nothing: each rank has its arrays."""
 
-    def _keep(self) -> None:
+    def _copy_arrays(self) -> None:
         for name, array in self.arrays.items():
-            np.copyto(self._kept[name], array)
+            np.copyto(self._saved[name], array)
         self.committed_step = self.step
 
     def _communicator(self) -> Communicator:

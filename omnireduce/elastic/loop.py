@@ -41,11 +41,11 @@ class State(ABC):
 
     @abstractmethod
     def restore(self) -> None:
-        """Go back to what was kept."""
+        """Go back to the state of the last `save`."""
 
     @abstractmethod
     def sync(self) -> Any:
-        """Give all ranks the state of one of them, and keep it. What this returns, the training may get."""
+        """Give all ranks the state of one of them, and keep it. The training may get the value that this returns."""
 
     @abstractmethod
     def collect(self) -> None:
@@ -96,12 +96,12 @@ def keep_training(state: State, train: Callable[[Any], T], attempts: int = ATTEM
     fewer than `elastic.min_ranks` have come after `cluster.join_timeout_s`.
     """
     comm = state._communicator()
-    is_formed, goes_back, faults, commits = True, False, 0, state._commits
+    is_formed, must_restore, faults, commits = True, False, 0, state._commits
     while True:
         try:
             if not is_formed:
                 size = comm.size
-                _form_anew(state, comm, goes_back)
+                _reform_job(state, comm, must_restore)
                 is_formed, faults = True, 0 if comm.size < size else faults
             start = state.sync()
             commits = state._commits
@@ -111,27 +111,27 @@ def keep_training(state: State, train: Callable[[Any], T], attempts: int = ATTEM
             if comm.is_shut_down or faults >= attempts:
                 raise
             log.warning("forming the job anew: %s", error, extra=tagged("reforming"))
-            goes_back = True
+            must_restore = True
         except NewcomersError:
             faults = 0 if state._commits > commits else faults
             log.info("forming the job anew, with those who wait", extra=tagged("reforming"))
-            goes_back = not _has_collected(state)
+            must_restore = not _collect_state(state)
         is_formed, commits = False, state._commits
 
 
-def _form_anew(state: State, comm: Communicator, goes_back: bool) -> None:
+def _reform_job(state: State, comm: Communicator, must_restore: bool) -> None:
     """Go back to the last commit after the job has ended: no collective writes into the state any more. Do that even if
     the job cannot be formed anew, so that the program can save the state."""
     try:
         state._reform()
     finally:
-        if goes_back and not comm.is_shut_down:
+        if must_restore and not comm.is_shut_down:
             state.restore()
     state.on_reset()
 
 
-def _has_collected(state: State) -> bool:
-    """Collect; return False if a rank failed meanwhile."""
+def _collect_state(state: State) -> bool:
+    """Call `collect` of the state; return False if a rank failed meanwhile."""
     try:
         state.collect()
     except (AbortedError, ClosedError):

@@ -20,30 +20,30 @@ T = TypeVar("T")
 class ObjectState(State):
     """State of a training: its attributes, which are plain data, such as `epoch` and `batch`.
 
-    The state of a framework is a subclass. It has all that its own `save` needs before it calls this `__init__`, which
-    saves.
+    The state of a framework is a subclass. Before it calls this `__init__`, which saves, it must have all attributes
+    that its own `save` needs.
     """
 
     def __init__(self, **values: Any) -> None:
         super().__init__()
         self._names = tuple(values)
-        self._kept: dict[str, Any] = {}
+        self._saved: dict[str, Any] = {}
         self.__dict__.update(values)
         self.save()
 
     def save(self) -> None:
         """Keep the state as it is now, on this rank."""
-        self._kept = copy.deepcopy(self._values())
+        self._saved = copy.deepcopy(self._values())
 
     def restore(self) -> None:
-        """Go back to what was kept."""
-        self.__dict__.update(copy.deepcopy(self._kept))
+        """Go back to the state of the last `save`."""
+        self.__dict__.update(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Give all ranks the state of the one that has committed most often, and keep it."""
         root = self.root()
-        own = self._commits, self._values()
-        commits, values = session.queue().broadcast_object_async(own, root, name="state").wait()
+        own_state = self._commits, self._values()
+        commits, values = session.queue().broadcast_object_async(own_state, root, name="state").wait()
         self.__dict__.update(values)
         self.save()
         self._commits = commits  # not before it is kept: to keep it may fail

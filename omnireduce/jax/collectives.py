@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 
 from omnireduce.core.descriptor import Op
 from omnireduce.core.dtypes import Array
-from omnireduce.data_parallel.broadcasting import moved
+from omnireduce.data_parallel.broadcasting import broadcast_arrays
 from omnireduce.data_parallel.global_job import communicator
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls.arguments import check_root
@@ -26,7 +26,7 @@ from omnireduce.runtime.rank.error_agreement import check_agreement
 from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.support.rounding import scaled
 
-OnHost = Callable[[Communicator, list[Array]], list[Array]]
+HostFunction = Callable[[Communicator, list[Array]], list[Array]]
 
 _order = threading.RLock()  # of the collectives of this process
 _failures: list[Exception] = []  # of callbacks, the last one
@@ -48,36 +48,38 @@ def allreduce(tree: Any, op: Op = "sum", *, weights: Any = None) -> Any:
     `omnireduce.allreduce`. For errors within a compiled function, see `jit`.
     """
 
-    def combined(comm: Communicator, arrays: list[Array]) -> list[Array]:
+    def combine(comm: Communicator, arrays: list[Array]) -> list[Array]:
         comm.allreduce(arrays, op=op)
         return arrays
 
-    def weighed(comm: Communicator, arrays: list[Array]) -> list[Array]:
-        *own, given = arrays
-        share = share_of(comm, given)
-        for array in own:
+    def combine_weighted(comm: Communicator, arrays: list[Array]) -> list[Array]:
+        *leaves, weight = arrays
+        share = share_of(comm, weight)
+        for array in leaves:
             scaled(array, share, array)
-        return [*combined(comm, own), given]
+        return [*combine(comm, leaves), weight]
 
     if weights is None:
-        return _through_host(combined, tree)
+        return _map_leaves(combine, tree)
     with told_to_others(communicator()):
         if op != "mean":
             raise UsageError(f"weights with op {op!r}: expected op='mean'")
-    return _through_host(weighed, (tree, weights))[0]
+    return _map_leaves(combine_weighted, (tree, weights))[0]
 
 
 def share_of(comm: Communicator, weight: Array) -> float:
     """The weight of this rank divided by the mean of all weights. Raises UsageError on all ranks if one gives no
     number, or a negative one, and if all are 0."""
     try:
-        own = float(weight.item())
+        own_weight = float(weight.item())
     except (TypeError, ValueError):  # the others are waiting: they are told, too
-        own = np.nan
-    weights = comm.allgather(np.array([own]))[:, 0]
-    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
-    if wrong.size:
-        raise UsageError(f"the weight of rank {wrong[0]} is {weights[wrong[0]]:g}: expected one number of 0 or more")
+        own_weight = np.nan
+    weights = comm.allgather(np.array([own_weight]))[:, 0]
+    invalid = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if invalid.size:
+        raise UsageError(
+            f"the weight of rank {invalid[0]} is {weights[invalid[0]]:g}: expected one number of 0 or more"
+        )
     if not weights.any():
         raise UsageError("the weights of all ranks are 0: expected more on one of them")
     return float(weights[comm.rank] * comm.size / weights.sum())
@@ -92,12 +94,12 @@ def broadcast(tree: Any, root: int = 0) -> Any:
     """
     names = [f"tree{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
-    def of_root(comm: Communicator, arrays: list[Array]) -> list[Array]:
-        own = [(name, f"{array.dtype}{list(array.shape)}") for name, array in zip(names, arrays, strict=True)]
-        check_agreement(comm, [("root", str(root)), *own], "")
-        return moved(comm, check_root(root, comm.size), arrays, "")
+    def broadcast_leaves(comm: Communicator, arrays: list[Array]) -> list[Array]:
+        terms = [(name, f"{array.dtype}{list(array.shape)}") for name, array in zip(names, arrays, strict=True)]
+        check_agreement(comm, [("root", str(root)), *terms], "")
+        return broadcast_arrays(comm, check_root(root, comm.size), arrays, "")
 
-    return _through_host(of_root, tree)
+    return _map_leaves(broadcast_leaves, tree)
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -109,7 +111,7 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     compiled = jax.jit(function, **options)
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         _failures.clear()
         try:
             return jax.block_until_ready(compiled(*args, **kwargs))
@@ -119,10 +121,10 @@ def jit(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
                 raise
             raise failure from error
 
-    return called
+    return call
 
 
-def _through_host(function: OnHost, tree: Any) -> Any:
+def _map_leaves(function: HostFunction, tree: Any) -> Any:
     """The tree with its leaves replaced by the arrays that `function` makes of them: the same number, shapes and
     dtypes. `function` may overwrite its arguments."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
@@ -133,12 +135,12 @@ def _through_host(function: OnHost, tree: Any) -> Any:
                 "which jax.random.wrap_key_data makes a key again"
             )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        results = _when_it_runs(function, leaves)
+        results = _call_at_run_time(function, leaves)
     else:
         jax.effects_barrier()  # callbacks of what was called before come first, on all ranks
         with told_to_others(communicator()):
-            own = [np.array(leaf, order="C") for leaf in leaves]
-        arrays = _on_host(function, own)
+            copies = [np.array(leaf, order="C") for leaf in leaves]
+        arrays = _run_on_host(function, copies)
         results = [
             jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
             for array, leaf in zip(arrays, leaves, strict=True)
@@ -150,20 +152,20 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and bool(jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def _on_host(function: OnHost, arrays: list[Array]) -> list[Array]:
+def _run_on_host(function: HostFunction, arrays: list[Array]) -> list[Array]:
     with _order:
         comm = communicator()
         comm.take_over()
         return function(comm, arrays)
 
 
-def _when_it_runs(function: OnHost, leaves: Sequence[Any]) -> list[Any]:
-    def called(*given: Any) -> list[Array]:
+def _call_at_run_time(function: HostFunction, leaves: Sequence[Any]) -> list[Any]:
+    def host_call(*values: Any) -> list[Array]:
         try:
-            return _on_host(function, [np.array(leaf, order="C") for leaf in given])
+            return _run_on_host(function, [np.array(leaf, order="C") for leaf in values])
         except Exception as error:
             _failures[:] = [error]
             raise
 
     shapes = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)) for leaf in leaves]
-    return list(io_callback(called, shapes, *leaves, ordered=True))
+    return list(io_callback(host_call, shapes, *leaves, ordered=True))

@@ -34,8 +34,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of a loss whose value and gradients are then averaged over all ranks, in one exchange.
 
-    The other arguments are those of `jax.value_and_grad`. What `fun` returns beside the loss (`has_aux`) stays that of
-    this rank. Works within `jax.jit`. Raises what `allreduce` raises.
+    The other arguments are those of `jax.value_and_grad`. The value that `fun` returns beside the loss (`has_aux`)
+    stays that of this rank. Works within `jax.jit`. Raises what `allreduce` raises.
 
     `weights`: how much this rank counts, or a function that says so of the arguments of `fun`. If the loss is a mean
     over samples, it is their number: then the average is that of one process with the samples of all ranks, also
@@ -45,12 +45,12 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def averaged(*args: Any, **kwargs: Any) -> Any:
-        own = weights(*args, **kwargs) if callable(weights) else weights
+        own_weight = weights(*args, **kwargs) if callable(weights) else weights
         value, gradients = differentiated(*args, **kwargs)
         if not has_aux:
-            return allreduce((value, gradients), op="mean", weights=own)
+            return allreduce((value, gradients), op="mean", weights=own_weight)
         value, aux = value
-        value, gradients = allreduce((value, gradients), op="mean", weights=own)
+        value, gradients = allreduce((value, gradients), op="mean", weights=own_weight)
         return (value, aux), gradients
 
     return averaged

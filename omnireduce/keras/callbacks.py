@@ -39,8 +39,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self.broadcast_done:
             return
         model = self.model
-        own = [*model.weights, *model.optimizer.variables]
-        broadcast_variables(own, self.root_rank, self.process_set)
+        variables = [*model.weights, *model.optimizer.variables]
+        broadcast_variables(variables, self.root_rank, self.process_set)
         self.broadcast_done = True
 
 
@@ -61,8 +61,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
         lists = queue.allgather_object_async(names, name="names of metrics").wait()
         for rank, metrics in enumerate(lists):
             if metrics != lists[0]:
-                first, other = (json.dumps(those) for those in (lists[0], metrics))
-                raise UsageError(f"metrics differ: rank 0 has {first}, rank {rank} has {other}; expected the same")
+                first_text, rank_text = (json.dumps(metric_names) for metric_names in (lists[0], metrics))
+                raise UsageError(
+                    f"metrics differ: rank 0 has {first_text}, rank {rank} has {rank_text}; expected the same"
+                )
         values = np.array([float(logs[name]) for name in names])
         means = queue.allreduce_async(values, name="metrics", op="mean").wait()
         logs.update(zip(names, means.tolist(), strict=True))
@@ -174,8 +176,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         def multiplier(epoch: float) -> float:
             assert self.steps_per_epoch is not None
             size = session.size()
-            done = epoch + 1 / self.steps_per_epoch  # with this batch
-            return 1 / size * (done * (size - 1) / warmup_epochs + 1)
+            finished_epochs = epoch + 1 / self.steps_per_epoch  # with this batch
+            return 1 / size * (finished_epochs * (size - 1) / warmup_epochs + 1)
 
         super().__init__(
             initial_lr,

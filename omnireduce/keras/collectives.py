@@ -15,17 +15,17 @@ from omnireduce.data_parallel import session
 from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.horovod import Compression, NoneCompressor
 from omnireduce.data_parallel.queue import Queue, QueueOp
-from omnireduce.data_parallel.scaling import Average, Scaling, root_of, scaling
-from omnireduce.data_parallel.session import ProcessSet, begun_by_name, global_process_set, told_by_name
+from omnireduce.data_parallel.scaling import Average, Scaling, make_scaling, root_of
+from omnireduce.data_parallel.session import ProcessSet, global_process_set, submit_each, submit_named
 from omnireduce.errors import UsageError
-from omnireduce.keras.values import array_of, is_symbolic, like, through_arrays
+from omnireduce.keras.values import array_of, call_with_arrays, convert_like, is_symbolic
 
 
 @dataclass(frozen=True)
 class Combining:
-    """A way to combine arrays of the ranks of a set. Raises UsageError for arguments that cannot be."""
+    """Settings for combining arrays of the ranks of a set. Raises UsageError for arguments that cannot be."""
 
-    how: Scaling
+    scaling: Scaling
     compression: type[NoneCompressor] = Compression.none
     process_set: ProcessSet = global_process_set
 
@@ -39,17 +39,17 @@ class Combining:
     def queue(self) -> Queue:
         return session.queue(self.process_set)
 
-    def combined(self, groups: Sequence[tuple[str, Sequence[Array]]]) -> list[list[Array]]:
-        """The arrays of these named groups, combined. Those of a group are done together. They are overwritten."""
-        queue, under_way, (op, before, after) = self.queue, [], self.how
+    def combine(self, groups: Sequence[tuple[str, Sequence[Array]]]) -> list[list[Array]]:
+        """The arrays of these named groups, combined. The arrays of a group are combined together, and overwritten."""
+        queue, started, (op, prescale, postscale) = self.queue, [], self.scaling
         for name, arrays in groups:
             sent = [self.compression.compress(array) for array in arrays]
             task = queue.grouped_allreduce_async(
-                [compressed for compressed, _ in sent], name=name, op=op, prescale=before, postscale=after
+                [compressed for compressed, _ in sent], name=name, op=op, prescale=prescale, postscale=postscale
             )
-            under_way.append((task, [context for _, context in sent]))
+            started.append((task, [context for _, context in sent]))
         decompressed = []
-        for task, contexts in under_way:
+        for task, contexts in started:
             result = task.wait()
             parts = result if isinstance(result, list) else [result]
             decompressed.append([self.compression.decompress(*pair) for pair in zip(parts, contexts, strict=True)])
@@ -72,13 +72,13 @@ def allreduce(
     is Sum. Works inside of a compiled step, too. Raises UsageError for what cannot be combined, and where ranks differ;
     otherwise what has ended the job.
     """
-    called = name or "allreduce"
+    full_name = name or "allreduce"
 
-    def how_to() -> Combining:
-        return Combining(scaling(average, op, prescale_factor, postscale_factor), compression, process_set)
+    def make_combining() -> Combining:
+        return Combining(make_scaling(average, op, prescale_factor, postscale_factor), compression, process_set)
 
-    how = told_by_name([called], process_set, how_to)
-    return through_arrays(lambda arrays: how.combined([(called, arrays)])[0], [value])[0]
+    combining = submit_named([full_name], process_set, make_combining)
+    return call_with_arrays(lambda arrays: combining.combine([(full_name, arrays)])[0], [value])[0]
 
 
 def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -88,9 +88,9 @@ def allgather(value: Any, name: str | None = None, process_set: ProcessSet = glo
     """
     if is_symbolic(value):
         raise UsageError("allgather in a step that is compiled: the shape is not known there. Call it outside")
-    called = name or "allgather"
-    array = told_by_name([called], process_set, lambda: array_of(value))
-    return like(session.queue(process_set).allgather_async(array, name=called).wait(), value)
+    full_name = name or "allgather"
+    array = submit_named([full_name], process_set, lambda: array_of(value))
+    return convert_like(session.queue(process_set).allgather_async(array, name=full_name).wait(), value)
 
 
 def reducescatter(
@@ -103,10 +103,10 @@ def reducescatter(
     """
     if is_symbolic(value):
         raise UsageError("reducescatter in a step that is compiled: the shape is not known there. Call it outside")
-    called = name or "reducescatter"
-    array = told_by_name([called], process_set, lambda: array_of(value))
-    task = session.queue(process_set).reducescatter_async(array, name=called, op=cast(Any, op))
-    return like(task.wait(), value)
+    full_name = name or "reducescatter"
+    array = submit_named([full_name], process_set, lambda: array_of(value))
+    task = session.queue(process_set).reducescatter_async(array, name=full_name, op=cast(Any, op))
+    return convert_like(task.wait(), value)
 
 
 def broadcast(
@@ -114,13 +114,13 @@ def broadcast(
 ) -> Any:
     """The value of rank `root_rank` (its number in the job) on all ranks: of the shape and dtype of `value`, which all
     ranks have alike. Raises UsageError for a root that does not belong to the set."""
-    called = name or "broadcast"
-    root = told_by_name([called], process_set, lambda: root_of(root_rank, process_set))
+    full_name = name or "broadcast"
+    root = submit_named([full_name], process_set, lambda: root_of(root_rank, process_set))
 
-    def found(arrays: list[Array]) -> list[Array]:
-        return [session.queue(process_set).broadcast_async(arrays[0], root, name=called).wait()]
+    def receive(arrays: list[Array]) -> list[Array]:
+        return [session.queue(process_set).broadcast_async(arrays[0], root, name=full_name).wait()]
 
-    return through_arrays(found, [value])[0]
+    return call_with_arrays(receive, [value])[0]
 
 
 def broadcast_object(
@@ -129,7 +129,7 @@ def broadcast_object(
     """The object of rank `root_rank` (its number in the job) on all ranks: plain data, as
     `omnireduce.broadcast_object` has it."""
     name = session.name_of("broadcast_object", name, process_set)
-    root = told_by_name([name], process_set, lambda: root_of(root_rank, process_set))
+    root = submit_named([name], process_set, lambda: root_of(root_rank, process_set))
     return session.queue(process_set).broadcast_object_async(value, root, name=name).wait()
 
 
@@ -148,12 +148,12 @@ def broadcast_variables(
 
     Raises UsageError where shapes or dtypes differ between ranks, or the root does not belong to the set.
     """
-    own, queue = list(variables), session.queue(process_set)
-    names = [f"variable {number} of {len(own)}" for number in range(len(own))]
+    variable_list, queue = list(variables), session.queue(process_set)
+    names = [f"variable {number} of {len(variable_list)}" for number in range(len(variable_list))]
 
     def begin(at: int) -> Task:
-        return queue.broadcast_async(array_of(own[at]), root_of(root_rank, process_set), name=names[at])
+        return queue.broadcast_async(array_of(variable_list[at]), root_of(root_rank, process_set), name=names[at])
 
-    tasks = begun_by_name(names, process_set, begin)
-    for variable, task in zip(own, tasks, strict=True):
+    tasks = submit_each(names, process_set, begin)
+    for variable, task in zip(variable_list, tasks, strict=True):
         variable.assign(task.wait())

@@ -48,7 +48,7 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
     """`omnireduce.elastic.run`, which knows errors that a compiled step has raised in its own way."""
 
     @functools.wraps(train)
-    def with_errors_of_host(state: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call_train(state: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return train(state, *args, **kwargs)
         except Exception as error:
@@ -57,7 +57,7 @@ def run(train: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P]
                 raise
             raise raised from error
 
-    return elastic.run(with_errors_of_host)
+    return elastic.run(call_train)
 
 
 class KerasState(ObjectState):
@@ -76,7 +76,7 @@ class KerasState(ObjectState):
             raise UsageError("the model is not built, so it has no weights; give it an Input, or call build")
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        self._kept_arrays: list[Array] = []
+        self._saved_arrays: list[Array] = []
         super().__init__(**values)
 
     def _variables(self) -> list[Any]:
@@ -87,13 +87,13 @@ class KerasState(ObjectState):
     def save(self) -> None:
         """Keep everything as it is now, on this rank."""
         super().save()
-        self._kept_arrays = [array_of(variable).copy() for variable in self._variables()]
+        self._saved_arrays = [array_of(variable).copy() for variable in self._variables()]
 
     def restore(self) -> None:
-        """Go back to what was kept."""
+        """Go back to the state of the last `save`."""
         super().restore()
-        for variable, kept in zip(self._variables(), self._kept_arrays, strict=True):
-            variable.assign(kept)
+        for variable, saved in zip(self._variables(), self._saved_arrays, strict=True):
+            variable.assign(saved)
 
     def on_reset(self) -> None:
         """The job was formed anew: steps were compiled for as many ranks as there were."""

@@ -10,11 +10,11 @@ import keras
 
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.horovod import Compression, NoneCompressor
-from omnireduce.data_parallel.scaling import Adasum, Average, Sum, scaling
+from omnireduce.data_parallel.scaling import Adasum, Average, Sum, make_scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set
 from omnireduce.errors import UsageError
 from omnireduce.keras.collectives import Combining
-from omnireduce.keras.values import through_arrays
+from omnireduce.keras.values import call_with_arrays
 
 Groups = int | Sequence[Sequence[Any]] | None
 
@@ -43,25 +43,25 @@ class Settings:
     def __post_init__(self) -> None:
         if self.op not in (Average, Sum, Adasum):
             raise UsageError(f"op is {self.op!r}: expected Average, Sum or Adasum for gradients")
-        self._scaled(1)  # raises what is wrong with it
+        self._combining_for(1)  # raises what is wrong with it
         if not isinstance(self.backward_passes_per_step, int) or self.backward_passes_per_step < 1:
             raise UsageError(f"backward_passes_per_step is {self.backward_passes_per_step}: expected 1 or more")
         if isinstance(self.groups, int) and self.num_groups:
             raise UsageError("both num_groups and groups are given: expected one of them")
-        if self.many_groups < 0:
-            raise UsageError(f"num_groups is {self.many_groups}: expected 0 (no groups) or more")
+        if self.group_count < 0:
+            raise UsageError(f"num_groups is {self.group_count}: expected 0 (no groups) or more")
 
     @property
-    def many_groups(self) -> int:
+    def group_count(self) -> int:
         return self.groups if isinstance(self.groups, int) else self.num_groups
 
-    def _scaled(self, size: int) -> Combining:
+    def _combining_for(self, size: int) -> Combining:
         """The way to combine gradients of `size` ranks: an average may be divided in part before the sum, in part after
         it."""
-        how = scaling(None, self.op).predivided(self.gradient_predivide_factor, size)
-        return Combining(how, self.compression, self.process_set)
+        scaling = make_scaling(None, self.op).predivided(self.gradient_predivide_factor, size)
+        return Combining(scaling, self.compression, self.process_set)
 
-    def combined(self, prefix: str, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    def combine(self, prefix: str, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """These gradients, combined with those of other ranks. `prefix`: before their names, on all ranks the same.
 
         A gradient that is None counts as zeros: other ranks may have one.
@@ -77,33 +77,35 @@ class Settings:
         if self.scale_local_gradients:
             grads = [gradient if at in shared else gradient / size for at, gradient in enumerate(grads)]
         groups = self._groups([variables[at] for at in shared])
-        how = self._scaled(size)
+        combining = self._combining_for(size)
 
         def host(arrays: list[Array]) -> list[Array]:
             named = [
                 (f"{prefix}: gradient {group[0]} of {len(arrays)}", [arrays[at] for at in group]) for group in groups
             ]
-            results = dict(zip((at for group in groups for at in group), _flat(how.combined(named)), strict=True))
+            results = dict(
+                zip((at for group in groups for at in group), _flatten(combining.combine(named)), strict=True)
+            )
             return [results[at] for at in range(len(arrays))]
 
-        for at, gradient in zip(shared, through_arrays(host, [grads[at] for at in shared]), strict=True):
+        for at, gradient in zip(shared, call_with_arrays(host, [grads[at] for at in shared]), strict=True):
             grads[at] = gradient
         return grads
 
     def _groups(self, variables: Sequence[Any]) -> list[list[int]]:
-        """The places of these variables, by group; those of no group are alone."""
-        many = len(variables)
-        if self.many_groups:
-            group_size = -(-many // self.many_groups)
-            return [list(range(start, min(start + group_size, many))) for start in range(0, many, group_size)]
+        """The indices of these variables, by group. A variable of no group has a group of its own."""
+        count = len(variables)
+        if self.group_count:
+            group_size = -(-count // self.group_count)
+            return [list(range(start, min(start + group_size, count))) for start in range(0, count, group_size)]
         if not self.groups:
-            return [[at] for at in range(many)]
-        place = {id(variable): at for at, variable in enumerate(variables)}
-        groups = [[place[id(variable)] for variable in group if id(variable) in place] for group in self.groups]  # type: ignore[union-attr]
-        taken = [at for group in groups for at in group]
-        if len(set(taken)) < len(taken):
+            return [[at] for at in range(count)]
+        indices = {id(variable): at for at, variable in enumerate(variables)}
+        groups = [[indices[id(variable)] for variable in group if id(variable) in indices] for group in self.groups]  # type: ignore[union-attr]
+        grouped = [at for group in groups for at in group]
+        if len(set(grouped)) < len(grouped):
             raise UsageError("groups: expected each variable in one group; some are there twice")
-        return [group for group in groups if group] + [[at] for at in range(many) if at not in taken]
+        return [group for group in groups if group] + [[at] for at in range(count) if at not in grouped]
 
 
 def dense(gradient: Any) -> Any:
@@ -115,5 +117,5 @@ def dense(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
-def _flat(found: Sequence[Sequence[Array]]) -> list[Array]:
-    return [array for group in found for array in group]
+def _flatten(groups: Sequence[Sequence[Array]]) -> list[Array]:
+    return [array for group in groups for array in group]

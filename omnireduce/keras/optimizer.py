@@ -1,4 +1,4 @@
-"""Optimizers of Keras whose gradients are combined with those of other ranks, in Horovod's words.
+"""Optimizers of Keras that combine their gradients with those of other ranks, in Horovod's words.
 
 The optimizer stays the same object. It gets a class of its own, which derives from the class that it had. So it keeps
 its state, and is saved as a plain optimizer is.
@@ -28,8 +28,8 @@ NESTED = tuple(  # they hand gradients on to other optimizers
 )
 
 
-class Combines:
-    """The part of an optimizer's class that combines gradients. `_settings`: how. `_plain`: the class that it had."""
+class CombiningMixin:
+    """The part of an optimizer's class that combines gradients, with `_settings`. `_plain`: the class before that."""
 
     _settings: Settings
     _plain: Any
@@ -40,14 +40,14 @@ class Combines:
 
     @classmethod
     def from_config(cls, config: Any, custom_objects: Any = None) -> Any:
-        """An optimizer like it, which combines in the same way. As Keras has it."""
-        given = {} if custom_objects is None else {"custom_objects": custom_objects}
-        plain = cls._plain.from_config(config, **given)
-        return wrapped(plain, cls._settings)
+        """An optimizer like it, which combines in the same way: see `keras.optimizers.Optimizer.from_config`."""
+        options = {} if custom_objects is None else {"custom_objects": custom_objects}
+        plain = cls._plain.from_config(config, **options)
+        return wrap(plain, cls._settings)
 
 
-class CombinesItself(Combines):
-    """Class of an optimizer that applies gradients itself."""
+class DirectMixin(CombiningMixin):
+    """The part for an optimizer that applies gradients itself."""
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         object.__setattr__(self, "_applied", trainable_variables)
@@ -72,38 +72,38 @@ class CombinesItself(Combines):
     def _clip_gradients(self, grads: Any) -> Any:
         passes, settings = self.gradient_accumulation_steps, self._settings  # type: ignore[attr-defined]
 
-        def combined() -> list[Any]:
-            gradients = settings.combined(self._prefix(), grads, self._applied)
+        def combine() -> list[Any]:
+            gradients = settings.combine(self._prefix(), grads, self._applied)
             if settings.backward_passes_per_step == 1 or settings.average_aggregated_gradients:
                 return gradients
             return [gradient * passes for gradient in gradients]  # Keras has divided them
 
         if passes:  # with JAX it clips after each pass, and takes what comes of the last one
             is_last = (self._iterations + 1) % passes == 0  # type: ignore[attr-defined]
-            grads = keras.ops.cond(is_last, combined, lambda: list(grads))
+            grads = keras.ops.cond(is_last, combine, lambda: list(grads))
         else:
-            grads = combined()
+            grads = combine()
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
 
-class CombinesFirst(Combines):
-    """Class of an optimizer that hands gradients on to other optimizers, which need the gradients of all ranks."""
+class NestedMixin(CombiningMixin):
+    """The part for an optimizer that hands gradients on to other optimizers, which need the gradients of all ranks."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Combine gradients and apply them: see `keras.optimizers.Optimizer.apply`. None counts as zeros."""
-        super().apply(self._combined(grads, trainable_variables), trainable_variables)  # type: ignore[misc]
+        super().apply(self._combine(grads, trainable_variables), trainable_variables)  # type: ignore[misc]
 
-    def _combined(self, grads: Any, variables: Any) -> list[Any]:
-        known = self._trainable_variables if variables is None else variables  # type: ignore[attr-defined]
-        return self._settings.combined(self._prefix(), list(grads), list(known))
+    def _combine(self, grads: Any, variables: Any) -> list[Any]:
+        variable_list = self._trainable_variables if variables is None else variables  # type: ignore[attr-defined]
+        return self._settings.combine(self._prefix(), list(grads), list(variable_list))
 
 
-class CombinesBeforeScale(CombinesFirst):
-    """Class of an optimizer that looks for infinities first: all ranks must see the same."""
+class LossScaleMixin(NestedMixin):
+    """The part for an optimizer that looks for infinities first: all ranks must see the same."""
 
     def stateless_apply(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
         """Combine gradients and apply them: see `keras.optimizers.Optimizer.stateless_apply`."""
-        combined = self._combined(grads, self._trainable_variables)  # type: ignore[attr-defined]
+        combined = self._combine(grads, self._trainable_variables)  # type: ignore[attr-defined]
         return super().stateless_apply(optimizer_variables, combined, trainable_variables)  # type: ignore[misc]
 
 
@@ -130,7 +130,7 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     Raises UsageError for what cannot be, and for an optimizer that combines already. A step raises it where ranks
     differ, and otherwise what has ended the job; from a compiled step an error of the backend, whose text has it.
     """
-    return wrapped(optimizer, Settings(name=name, compression=compression, op=op, **checked(more)))
+    return wrap(optimizer, Settings(name=name, compression=compression, op=op, **check_settings(more)))
 
 
 def PartialDistributedOptimizer(  # noqa: N802  Horovod's name
@@ -152,25 +152,25 @@ def PartialDistributedOptimizer(  # noqa: N802  Horovod's name
                 f"local_layers has {layer!r}: expected layers that have their weights; build the model first"
             )
     local = frozenset(id(weight) for layer in layers for weight in layer.trainable_weights)
-    settings = Settings(name=name, local=local, scale_local_gradients=scale_local_gradients, **checked(more))
-    return wrapped(optimizer, settings)
+    settings = Settings(name=name, local=local, scale_local_gradients=scale_local_gradients, **check_settings(more))
+    return wrap(optimizer, settings)
 
 
-def checked(more: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises UsageError for settings that there are not."""
-    known = {name for name in Settings.__dataclass_fields__ if name not in ("local", "scale_local_gradients")}
-    strange = sorted(set(more) - known)
-    if strange:
-        raise UsageError(f"unknown settings {', '.join(strange)}: expected some of {', '.join(sorted(known))}")
+def check_settings(more: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings. Raises UsageError for unknown ones."""
+    expected = {name for name in Settings.__dataclass_fields__ if name not in ("local", "scale_local_gradients")}
+    unknown = sorted(set(more) - expected)
+    if unknown:
+        raise UsageError(f"unknown settings {', '.join(unknown)}: expected some of {', '.join(sorted(expected))}")
     return dict(more)
 
 
-def wrapped(optimizer: Any, settings: Settings) -> Any:
+def wrap(optimizer: Any, settings: Settings) -> Any:
     """The optimizer, whose class combines gradients from now on."""
     check_backend()
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise UsageError(f"optimizer is {a_type(optimizer)}: expected one of keras.optimizers")
-    if any(isinstance(candidate, Combines) for candidate in (optimizer, *_inner(optimizer))):
+    if any(isinstance(candidate, CombiningMixin) for candidate in (optimizer, *_inner(optimizer))):
         raise UsageError("the optimizer combines gradients already: expected one that was not given here before")
     if isinstance(optimizer, NESTED):
         if settings.backward_passes_per_step > 1:
@@ -179,22 +179,23 @@ def wrapped(optimizer: Any, settings: Settings) -> Any:
                 "gradient_accumulation_steps"
             )
         scales = type(optimizer).__name__ == "LossScaleOptimizer"
-        part: type[Combines] = CombinesBeforeScale if scales else CombinesFirst
+        mixin: type[CombiningMixin] = LossScaleMixin if scales else NestedMixin
     else:
         _accumulate(optimizer, settings.backward_passes_per_step)
-        part = CombinesItself
-    object.__setattr__(optimizer, "__class__", _class_of(type(optimizer), part, settings))
+        mixin = DirectMixin
+    object.__setattr__(optimizer, "__class__", _class_of(type(optimizer), mixin, settings))
     return optimizer
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:
     """Let the optimizer add up the gradients of so many passes."""
-    own = optimizer.gradient_accumulation_steps
-    if passes == 1 or own == passes:
+    current_passes = optimizer.gradient_accumulation_steps
+    if passes == 1 or current_passes == passes:
         return
-    if own:
+    if current_passes:
         raise UsageError(
-            f"backward_passes_per_step is {passes} and gradient_accumulation_steps of the optimizer {own}: expected one"
+            f"backward_passes_per_step is {passes} and gradient_accumulation_steps of the optimizer {current_passes}: "
+            "expected one"
         )
     if optimizer.built:
         raise UsageError("backward_passes_per_step for an optimizer that is built: expected a new one")
@@ -206,10 +207,15 @@ def _inner(optimizer: Any) -> Collection[Any]:
     return [inner for inner in inner_optimizers if inner is not None]
 
 
-def _class_of(base: type, part: type[Combines], settings: Settings) -> type:
+def _class_of(base: type, mixin: type[CombiningMixin], settings: Settings) -> type:
     """A class that is saved, and shown, as its base."""
-    own = {"_settings": settings, "_plain": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    made = type(base.__name__, (part, base), own)
+    attributes = {
+        "_settings": settings,
+        "_plain": base,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+    }
+    new_class = type(base.__name__, (mixin, base), attributes)
     if base in GLOBAL_CUSTOM_NAMES:  # a user's optimizer that has registered a name
-        GLOBAL_CUSTOM_NAMES[made] = GLOBAL_CUSTOM_NAMES[base]
-    return made
+        GLOBAL_CUSTOM_NAMES[new_class] = GLOBAL_CUSTOM_NAMES[base]
+    return new_class

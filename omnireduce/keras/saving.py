@@ -21,11 +21,11 @@ def load_model(
     """The model of a file of Keras, whose optimizer combines gradients, with the state that was saved.
 
     `custom_optimizers`: classes of your own that it may have. `custom_objects`: others, by name. A model that was saved
-    without an optimizer stays without. What `DistributedOptimizer` was given is not in the file: `compression` is given
-    here, and passes that Keras accumulates are averaged. Raises what `keras.models.load_model` raises.
+    without an optimizer stays without. The arguments of `DistributedOptimizer` are not in the file: `compression` is
+    given here, and passes that Keras accumulates are averaged. Raises what `keras.models.load_model` raises.
     """
-    known = {keras.saving.get_registered_name(kind): kind for kind in custom_optimizers or ()}
-    model = keras.models.load_model(filepath, custom_objects={**known, **(custom_objects or {})})
+    named_optimizers = {keras.saving.get_registered_name(kind): kind for kind in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**named_optimizers, **(custom_objects or {})})
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:
         DistributedOptimizer(optimizer, compression=compression)

@@ -10,11 +10,11 @@ from omnireduce.data_parallel.horovod import Compression, NoneCompressor
 from omnireduce.data_parallel.scaling import Average
 from omnireduce.errors import UsageError
 from omnireduce.keras.gradients import Settings
-from omnireduce.keras.optimizer import checked
+from omnireduce.keras.optimizer import check_settings
 
 
 class Tape:
-    """A tape that was recorded. What it does not do itself, TensorFlow's does."""
+    """A tape that combines gradients. Its other attributes are those of TensorFlow's tape."""
 
     def __init__(self, tape: Any, settings: Settings) -> None:
         self._tape, self._settings = tape, settings
@@ -32,12 +32,12 @@ class Tape:
     def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
         """The gradients of `target`, combined: one for each of the `sources`, a list of variables or one variable. One
         that is None counts as zeros. Raises UsageError where ranks differ, and otherwise what has ended the job."""
-        many = isinstance(sources, list | tuple)
-        own = list(sources) if many else [sources]
-        values = [source.value if isinstance(source, keras.Variable) else source for source in own]
+        is_list = isinstance(sources, list | tuple)
+        source_list = list(sources) if is_list else [sources]
+        values = [source.value if isinstance(source, keras.Variable) else source for source in source_list]
         gradients = self._tape.gradient(target, values, output_gradients)
-        combined = self._settings.combined(self._settings.name or "DistributedGradientTape", gradients, own)
-        return combined if many else combined[0]
+        combined = self._settings.combine(self._settings.name or "DistributedGradientTape", gradients, source_list)
+        return combined if is_list else combined[0]
 
 
 def DistributedGradientTape(  # noqa: N802  Horovod's name
@@ -57,7 +57,7 @@ def DistributedGradientTape(  # noqa: N802  Horovod's name
             f"DistributedGradientTape with the backend {backend}, which has no tape: expected tensorflow. "
             "DistributedOptimizer works with every backend"
         )
-    settings = Settings(compression=compression, op=op, **checked(more))
+    settings = Settings(compression=compression, op=op, **check_settings(more))
     if settings.backward_passes_per_step != 1:
         raise UsageError("backward_passes_per_step of a tape: expected 1. DistributedOptimizer has more")
     return Tape(gradtape, settings)

@@ -17,7 +17,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
 
 BACKENDS = ("torch", "jax", "tensorflow")
-OnArrays = Callable[[list[Array]], list[Array]]
+ArrayFunction = Callable[[list[Array]], list[Array]]
 
 
 def check_backend() -> str:
@@ -36,8 +36,8 @@ def array_of(value: Any) -> Array:
     return np.array(array, order="C")
 
 
-def like(array: Array, value: Any) -> Any:
-    """The array as what `value` is: a tensor where that is one or a variable, otherwise an array."""
+def convert_like(array: Array, value: Any) -> Any:
+    """A tensor with the values of the array if `value` is a tensor or a variable; otherwise the array."""
     if keras.ops.is_tensor(value) or isinstance(value, keras.Variable):
         return keras.ops.convert_to_tensor(array)
     return array
@@ -59,7 +59,7 @@ def is_symbolic(value: Any) -> bool:
     return False
 
 
-def through_arrays(function: OnArrays, values: Sequence[Any]) -> list[Any]:
+def call_with_arrays(function: ArrayFunction, values: Sequence[Any]) -> list[Any]:
     """Call `function` with arrays of these values, which it may overwrite; return its arrays. They are as many, of the
     same shapes and dtypes.
 
@@ -67,9 +67,9 @@ def through_arrays(function: OnArrays, values: Sequence[Any]) -> list[Any]:
     from a compiled step an error of the backend, whose text has it.
     """
     if any(is_symbolic(value) for value in values):
-        return _when_it_runs(function, values)
+        return _call_at_run_time(function, values)
     arrays = function([array_of(value) for value in values])
-    return [like(array, value) for array, value in zip(arrays, values, strict=True)]
+    return [convert_like(array, value) for array, value in zip(arrays, values, strict=True)]
 
 
 _failures: list[Exception] = []  # of calls of the host, the last one
@@ -83,10 +83,10 @@ def raised_by_host(error: BaseException) -> Exception | None:
     return failure if is_shown else None
 
 
-def _when_it_runs(function: OnArrays, values: Sequence[Any]) -> list[Any]:
-    def called(*given: Any) -> list[Array]:
+def _call_at_run_time(function: ArrayFunction, values: Sequence[Any]) -> list[Any]:
+    def host_call(*tensors: Any) -> list[Array]:
         try:
-            return function([np.array(array) for array in given])
+            return function([np.array(array) for array in tensors])
         except Exception as error:
             _failures[:] = [error]
             raise
@@ -96,10 +96,10 @@ def _when_it_runs(function: OnArrays, values: Sequence[Any]) -> list[Any]:
         from jax.experimental import io_callback
 
         shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
-        return list(io_callback(called, shapes, *values, ordered=True))
+        return list(io_callback(host_call, shapes, *values, ordered=True))
     import tensorflow as tf
 
-    tensors = tf.numpy_function(called, list(values), [value.dtype for value in values])
-    for tensor, value in zip(tensors, values, strict=True):
+    results = tf.numpy_function(host_call, list(values), [value.dtype for value in values])
+    for tensor, value in zip(results, values, strict=True):
         tensor.set_shape(value.shape)
-    return list(tensors)
+    return list(results)

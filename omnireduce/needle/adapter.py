@@ -72,16 +72,18 @@ class NeedleAdapter:
         """A new tensor, NDArray or array of this `kind`, on the device of the tensor `beside`."""
         if kind == ARRAY:
             return values
-        made = self._needle.Tensor(values, device=beside.device, dtype=str(values.dtype), requires_grad=False)
-        return made if kind == TENSOR else made.realize_cached_data()
+        tensor = self._needle.Tensor(values, device=beside.device, dtype=str(values.dtype), requires_grad=False)
+        return tensor if kind == TENSOR else tensor.realize_cached_data()
 
     def buffers(self, model: Any) -> Iterable[tuple[str, Any]]:
         """All tensors among the attributes of the model and of its modules: Needle keeps no list of buffers."""
         return (
-            [] if self.kind(model) or isinstance(model, list | tuple | dict) else list(self._within(model, "", set()))
+            []
+            if self.kind(model) or isinstance(model, list | tuple | dict)
+            else list(self._tensors_within(model, "", set()))
         )
 
-    def _within(self, x: Any, path: str, seen: set[int]) -> Iterable[tuple[str, Any]]:
+    def _tensors_within(self, x: Any, path: str, seen: set[int]) -> Iterable[tuple[str, Any]]:
         if id(x) in seen:
             return
         seen.add(id(x))
@@ -89,13 +91,13 @@ class NeedleAdapter:
             yield path.lstrip("."), x
         elif isinstance(x, dict):
             for key, child in x.items():
-                yield from self._within(child, f"{path}[{key!r}]", seen)
+                yield from self._tensors_within(child, f"{path}[{key!r}]", seen)
         elif isinstance(x, list | tuple):
             for at, child in enumerate(x):
-                yield from self._within(child, f"{path}[{at}]", seen)
+                yield from self._tensors_within(child, f"{path}[{at}]", seen)
         elif isinstance(x, self._needle.nn.Module):
             for name, child in vars(x).items():
-                yield from self._within(child, f"{path}.{name}", seen)
+                yield from self._tensors_within(child, f"{path}.{name}", seen)
 
 
 def _memory_of(data: Any) -> Array | None:

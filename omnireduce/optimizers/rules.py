@@ -24,14 +24,14 @@ from omnireduce.core.hyperparameters import (
 )
 from omnireduce.errors import UsageError
 
-SCRATCH, OTHER = 1, 2  # registers
+SCRATCH, SECOND_SCRATCH = 1, 2  # registers
 WEIGHTS, FIRST, SECOND = FIRST_COLUMN, FIRST_COLUMN + 1, FIRST_COLUMN + 2  # columns
 
 
-def check_flag(name: str, given: object) -> None:
-    """Raises UsageError unless `given` is True or False."""
-    if not isinstance(given, bool):
-        raise UsageError(f"{name} is {given!r}; expected True or False")
+def check_flag(name: str, value: object) -> None:
+    """Raises UsageError unless `value` is True or False."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {value!r}; expected True or False")
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Rule:
     lazy: bool = False
 
     def __post_init__(self) -> None:
-        for name, least, below in self._limits():
-            setting = number_in_range(name, getattr(self, name), least, below)
+        for name, minimum, bound in self._limits():
+            setting = number_in_range(name, getattr(self, name), minimum, bound)
             object.__setattr__(self, name, setting)  # all ranks have the same bits, however it was given
         check_flag("lazy", self.lazy)
 
@@ -105,7 +105,7 @@ class Rule:
         every = self.changes_absent and not self.lazy
         return code.program(step.state, 1 + len(self.columns), len(self.cells), every_block=every)
 
-    def _decayed(self, code: Assembly, scale: float) -> float:
+    def _add_decay(self, code: Assembly, scale: float) -> float:
         """Add the weights to the gradient, as a penalty does. Returns the factor by which SUM is to be scaled then."""
         if not self.weight_decay:
             return scale
@@ -145,7 +145,7 @@ class Sgd(Rule):
         return super().changes_absent or self.momentum > 0
 
     def write(self, step: Step, code: Assembly) -> None:
-        scale = self._decayed(code, step.gradient(code))
+        scale = self._add_decay(code, step.gradient(code))
         if not self.momentum:
             code.add(Operation.ADD_SCALED, WEIGHTS, SUM, -self.lr * scale)
             return
@@ -177,7 +177,7 @@ class Adagrad(Rule):
         return self.initial_accumulator_value
 
     def write(self, step: Step, code: Assembly) -> None:
-        scale = self._decayed(code, step.gradient(code))
+        scale = self._add_decay(code, step.gradient(code))
         rate = self.lr / (1 + (step.number - 1) * self.lr_decay)
         code.add(Operation.MIX_SQUARE, FIRST, SUM, 1.0, scale * scale)
         code.add(Operation.ROOT, SCRATCH, FIRST, 1.0, self.eps)
@@ -201,14 +201,14 @@ class RowAdagrad(Rule):
         return [*super()._limits(), ("eps", 0, math.inf)]
 
     def write(self, step: Step, code: Assembly) -> None:
-        scale = self._decayed(code, step.gradient(code))
+        scale = self._add_decay(code, step.gradient(code))
         code.add(Operation.COPY, SCRATCH, SUM)
         code.add(Operation.SQUARE, SCRATCH)
         code.add(Operation.BLOCK_SUM, SCRATCH)
-        code.add(Operation.LOAD_CELL, OTHER)
-        code.add(Operation.ADD_SCALED, OTHER, SCRATCH, scale * scale / step.width)
-        code.add(Operation.STORE_CELL, OTHER)
-        code.add(Operation.ROOT, SCRATCH, OTHER, 1.0, self.eps)
+        code.add(Operation.LOAD_CELL, SECOND_SCRATCH)
+        code.add(Operation.ADD_SCALED, SECOND_SCRATCH, SCRATCH, scale * scale / step.width)
+        code.add(Operation.STORE_CELL, SECOND_SCRATCH)
+        code.add(Operation.ROOT, SCRATCH, SECOND_SCRATCH, 1.0, self.eps)
         code.add(Operation.DIVIDE_INTO, SCRATCH, SUM)
         code.add(Operation.ADD_SCALED, WEIGHTS, SCRATCH, -self.lr * scale)
 
@@ -255,7 +255,7 @@ class Adam(Rule):
         code.add(Operation.ROOT_STEP, WEIGHTS, FIRST, root, self.eps, -self.lr * rate)
 
     def write(self, step: Step, code: Assembly) -> None:
-        self._moments(code, self._decayed(code, step.gradient(code)))
+        self._moments(code, self._add_decay(code, step.gradient(code)))
         self._advance(step, code)
 
 
@@ -304,8 +304,8 @@ class Lamb(Adam):
         code = Assembly()
         self._moments(code, step.gradient(code))
         self._step(step, code)
-        code.add(Operation.COPY, OTHER, WEIGHTS)
-        for at, register in enumerate((OTHER, SCRATCH)):
+        code.add(Operation.COPY, SECOND_SCRATCH, WEIGHTS)
+        for at, register in enumerate((SECOND_SCRATCH, SCRATCH)):
             code.add(Operation.SQUARE, register)
             code.add(Operation.ADD_TO_TOTAL, register, third=at)
         return code.program(step.state, 3, 0, every_block=True, totals=2, returns=False)

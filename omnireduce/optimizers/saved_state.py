@@ -18,17 +18,17 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.support.files.paths import user_path
 
 STEP, NUMBER = "step", "save"
-MOST_STEPS, NUMBER_BITS = 1 << 62, 62
+MAX_STEPS, NUMBER_BITS = 1 << 62, 62
 PART = re.compile(r"part-(\d+)-of-(\d+)\.npz")
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-"""By parameter and what is kept of it."""
+"""Shapes of arrays, by parameter and by column of its state."""
 
 
-def _file(folder: Path, part: int, parts: int) -> Path:
+def _part_file(folder: Path, part: int, parts: int) -> Path:
     return folder / f"part-{part}-of-{parts}.npz"
 
 
-def _present(folder: Path) -> dict[int, set[int]]:
+def _parts_present(folder: Path) -> dict[int, set[int]]:
     """The numbers of the parts that are there, by how many there shall be."""
     numbers = dict[int, set[int]]()
     for name in os.listdir(folder):
@@ -44,7 +44,7 @@ def _starts(size: int, parts: int) -> list[int]:
 
 def check_steps(steps: object) -> int:
     """Raises UsageError for what is no number of steps."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MOST_STEPS:
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 0 <= steps < MAX_STEPS:
         raise UsageError(f"the state is after {steps!r} steps; expected a whole number from 0 on")
     return steps
 
@@ -54,18 +54,18 @@ def check_state(state: Mapping[str, Any] | None, shapes: Shapes) -> dict[str, di
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         raise UsageError(f"the state is {a_type(state)}; expected what state_dict has returned on this rank")
     check_steps(state.get(STEP))
-    for name, kept in shapes.items():
-        own = state["state"].get(name)
-        for what, shape in kept.items():
-            array = own.get(what) if isinstance(own, Mapping) else None
+    for name, columns in shapes.items():
+        arrays = state["state"].get(name)
+        for column, shape in columns.items():
+            array = arrays.get(column) if isinstance(arrays, Mapping) else None
             if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != np.float32:
-                raise UsageError(f"the state has no {what} of {name}: expected float32{list(shape)}")
+                raise UsageError(f"the state has no {column} of {name}: expected float32{list(shape)}")
     return dict(state["state"])
 
 
-def key_of(parameter: str, what: str) -> str:
+def key_of(parameter: str, column: str) -> str:
     """The name of an array in a file."""
-    return f"{parameter}/{what}"
+    return f"{parameter}/{column}"
 
 
 def share_of(values: Array, rank: int, size: int) -> Array:
@@ -86,41 +86,41 @@ class Save(NamedTuple):
 def write_part(folder: str | Path, save: Save, shares: Mapping[str, Array]) -> None:
     """Write the shares of a rank, by `key_of`, under another name: what is in the folder stays whole until all ranks
     have written, and `publish_part` follows. Raises UsageError when they cannot be written."""
-    place, arrays = user_path(folder), {STEP: np.array(save.steps), NUMBER: np.array(save.number), **shares}
-    with _telling(place, save.rank):
-        place.mkdir(parents=True, exist_ok=True)
-        if others := sorted(set(_present(place)) - {save.size}):
+    path, arrays = user_path(folder), {STEP: np.array(save.steps), NUMBER: np.array(save.number), **shares}
+    with _reporting_errors(path, save.rank):
+        path.mkdir(parents=True, exist_ok=True)
+        if other_sizes := sorted(set(_parts_present(path)) - {save.size}):
             raise UsageError(
-                f"{folder} has a state in {others[0]} parts; expected an empty folder, or one of {save.size} parts"
+                f"{folder} has a state in {other_sizes[0]} parts; expected an empty folder, or one of {save.size} parts"
             )
-        np.savez(_unfinished(place, save.rank), **arrays)  # type: ignore[arg-type]  # its other parameter has the name of no array
+        np.savez(_unfinished_file(path, save.rank), **arrays)  # type: ignore[arg-type]  # its other parameter has the name of no array
 
 
 def publish_part(folder: str | Path, save: Save) -> None:
     """Let what a rank has written take the place of its part. Raises UsageError where that is not possible."""
-    place = user_path(folder)
-    with _telling(place, save.rank):
-        _unfinished(place, save.rank).replace(_file(place, save.rank, save.size))
+    path = user_path(folder)
+    with _reporting_errors(path, save.rank):
+        _unfinished_file(path, save.rank).replace(_part_file(path, save.rank, save.size))
 
 
 def discard_part(folder: str | Path, rank: int) -> None:
     """Remove what `rank` has written and will not publish."""
     with contextlib.suppress(OSError):
-        _unfinished(user_path(folder), rank).unlink()
+        _unfinished_file(user_path(folder), rank).unlink()
 
 
-def _unfinished(place: Path, rank: int) -> Path:
-    return place / f".part-{rank}.npz"
+def _unfinished_file(path: Path, rank: int) -> Path:
+    return path / f".part-{rank}.npz"
 
 
 @contextlib.contextmanager
-def _telling(place: Path, rank: int) -> Iterator[None]:
-    """An error of the system becomes a UsageError, and nothing unfinished is left."""
+def _reporting_errors(path: Path, rank: int) -> Iterator[None]:
+    """Turn an error of the operating system into a UsageError, and leave nothing unfinished."""
     try:
         yield
     except OSError as error:
-        discard_part(place, rank)
-        raise UsageError(f"the state cannot be written to {place}: {error.strerror or error}") from error
+        discard_part(path, rank)
+        raise UsageError(f"the state cannot be written to {path}: {error.strerror or error}") from error
 
 
 class SavedParts:
@@ -132,7 +132,7 @@ class SavedParts:
     def __init__(self, folder: str | Path, shapes: Shapes) -> None:
         self._folder, self._shapes = user_path(folder), shapes
         try:
-            present = _present(self._folder)
+            present = _parts_present(self._folder)
         except OSError as error:
             raise UsageError(f"no state can be read from {folder}: {error.strerror}") from error
         whole = [parts for parts, numbers in present.items() if numbers == set(range(parts))]
@@ -149,31 +149,31 @@ class SavedParts:
 
     def _save_of(self, part: int) -> tuple[int, int]:
         """The steps and the save of a part, whose arrays fit. Raises UsageError."""
-        file = _file(self._folder, part, self._parts)
+        file = _part_file(self._folder, part, self._parts)
         try:
             with np.load(file) as arrays:
-                for name, what, size in self._sizes():
+                for name, column, size in self._sizes():
                     start, stop = _starts(size, self._parts)[part : part + 2]
-                    array = arrays.get(key_of(name, what))
+                    array = arrays.get(key_of(name, column))
                     if array is None or array.shape != (stop - start,) or array.dtype != np.float32:
-                        raise UsageError(f"it has no {what} of {name} with {stop - start} numbers of float32")
+                        raise UsageError(f"it has no {column} of {name} with {stop - start} numbers of float32")
                 return check_steps(arrays[STEP].item()), int(arrays[NUMBER].item())
         except Exception as error:  # any: a file may hold anything
             raise UsageError(f"{file} is no part of this state: {error}") from error
 
     def _sizes(self) -> Iterator[tuple[str, str, int]]:
-        for name, kept in self._shapes.items():
-            for what, shape in kept.items():
-                yield name, what, math.prod(shape)
+        for name, columns in self._shapes.items():
+            for column, shape in columns.items():
+                yield name, column, math.prod(shape)
 
-    def read(self, name: str, what: str, rank: int, size: int) -> Array | None:
+    def read(self, name: str, column: str, rank: int, size: int) -> Array | None:
         """An array with the parts that `rank` of `size` reads, and zeros in the rest; None if it reads none."""
-        mine = range(rank, self._parts, size)
-        if not mine:
+        own_parts = range(rank, self._parts, size)
+        if not own_parts:
             return None
-        array = np.zeros(self._shapes[name][what], np.float32)
-        places = list(pairwise(_starts(array.size, self._parts)))
-        for part in mine:
-            with np.load(_file(self._folder, part, self._parts)) as arrays:
-                array.reshape(-1)[slice(*places[part])] = arrays[key_of(name, what)]
+        array = np.zeros(self._shapes[name][column], np.float32)
+        bounds = list(pairwise(_starts(array.size, self._parts)))
+        for part in own_parts:
+            with np.load(_part_file(self._folder, part, self._parts)) as arrays:
+                array.reshape(-1)[slice(*bounds[part])] = arrays[key_of(name, column)]
         return array

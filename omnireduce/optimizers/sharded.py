@@ -40,7 +40,7 @@ from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.runtime.rank.shared_errors import told_to_others
 
-LEAST = 1e-6  # is added to the norm, as torch does
+NORM_EPS = 1e-6  # is added to the norm, as torch does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,10 @@ class Clipping:
 
     def __post_init__(self) -> None:
         for name in ("norm", "value"):
-            given = getattr(self, name)
-            if given is None:
+            setting = getattr(self, name)
+            if setting is None:
                 continue
-            limit = number(f"clip_{name}", given)
+            limit = number(f"clip_{name}", setting)
             if not 0 < limit < math.inf:
                 raise UsageError(f"clip_{name} is {limit:g}; expected more than 0, or None not to clip")
             object.__setattr__(self, name, limit)
@@ -67,18 +67,18 @@ class Clipping:
         """The factor for gradients of this norm; NaN if the norm is NaN, and 1 where no norm is clipped."""
         if self.norm is None or norm is None:
             return 1.0
-        factor = self.norm / (norm + LEAST)
+        factor = self.norm / (norm + NORM_EPS)
         return 1.0 if factor >= 1 else factor
 
 
 T = TypeVar("T")
-AT_ONCE = 16  # exchanges that are under way, where each parameter has its own
+MAX_AT_ONCE = 16  # exchanges that are under way, where each parameter has its own
 Steps = Sequence[tuple[Part, Step]]
 
 
-def start_squares(group: Communicator, steps: Steps, rule: Rule, given: Mapping[str, Any]) -> Callable[[], float]:
+def start_squares(group: Communicator, steps: Steps, rule: Rule, gradients: Mapping[str, Any]) -> Callable[[], float]:
     """Start to add up the squares of the gradients. The returned function gives the sum."""
-    handles = [(part.start(group, _squares(rule, step), given), step.scale) for part, step in steps]
+    handles = [(part.start(group, _squares(rule, step), gradients), step.scale) for part, step in steps]
     return lambda: sum(float(handle.wait().totals[0]) * scale**2 for handle, scale in handles)
 
 
@@ -90,55 +90,55 @@ def _squares(rule: Rule, step: Step) -> BlockProgram:
     return code.program(step.state, 1 + len(rule.columns), len(rule.cells), totals=1, returns=False)
 
 
-def start_update(group: Communicator, steps: Steps, rule: Rule, given: Mapping[str, Any]) -> Callable[[], None]:
+def start_update(group: Communicator, steps: Steps, rule: Rule, gradients: Mapping[str, Any]) -> Callable[[], None]:
     """Start to update the weights."""
     if isinstance(rule, Lamb):
-        return _start_update_by_norms(group, steps, rule, given)
-    handles = [part.start(group, rule.program(step), given) for part, step in steps]
+        return _start_update_by_norms(group, steps, rule, gradients)
+    handles = [part.start(group, rule.program(step), gradients) for part, step in steps]
 
     def end() -> None:
         for (part, _), handle in zip(steps, handles, strict=True):
             handle.wait()
-            part.done()
+            part.finish()
 
     return end
 
 
 def _start_update_by_norms(
-    group: Communicator, steps: Steps, rule: Lamb, given: Mapping[str, Any]
+    group: Communicator, steps: Steps, rule: Lamb, gradients: Mapping[str, Any]
 ) -> Callable[[], None]:
-    results = _in_turn(lambda one: one[0].start(group, rule.norms(one[1]), given), steps)
+    results = _run_in_turn(lambda item: item[0].start(group, rule.norms(item[1]), gradients), steps)
     norms = [[math.sqrt(total) for total in result.totals] for result in results]
 
     def end() -> None:
         updates = [(part, rule.apply(step, *norm)) for (part, step), norm in zip(steps, norms, strict=True)]
-        for _ in _in_turn(lambda one: one[0].start(group, one[1], {}), updates):
+        for _ in _run_in_turn(lambda item: item[0].start(group, item[1], {}), updates):
             pass
         for part, _ in steps:
-            part.done()
+            part.finish()
 
     return end
 
 
-def _in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:
+def _run_in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:
     """The results of one collective for each item, in order. Up to `AT_ONCE` are under way at once."""
     handles = deque[Handle[Any]]()
     for item in items:
         handles.append(start(item))
-        if len(handles) == AT_ONCE:
+        if len(handles) == MAX_AT_ONCE:
             yield handles.popleft().wait()
     while handles:
         yield handles.popleft().wait()
 
 
 NAME = re.compile(r"[A-Za-z0-9.-]{1,40}")
-_opened: WeakKeyDictionary[Communicator, tuple[object, Counter[str]]] = WeakKeyDictionary()
+_group_counts: WeakKeyDictionary[Communicator, tuple[object, Counter[str]]] = WeakKeyDictionary()
 """The number of groups made for optimizers of each name, in the present formation of a communicator."""
 
 
 class ShardedOptimizer:
     """Updates `params` on the aggregators. In a step each rank sends blocks of its gradients, and gets blocks of new
-    weights. What the rule keeps lives on the shards only, each part once.
+    weights. The state of the rule lives on the shards only, each part once.
 
     `params`: a dict, by name, or a list of C-contiguous arrays of float32, which are changed in place; the same names
     and shapes on all ranks. At the first use all ranks get the weights of rank `root`: where theirs may be others, all
@@ -148,7 +148,7 @@ class ShardedOptimizer:
 
     `clip_norm`: the mean of the gradients of all ranks is made no longer than this, all parameters taken together;
     `gradient_norm` is then how long it was in the last step. `clip_value`: no element of the mean is larger than this,
-    or less than minus this. One of both, on all ranks the same. `comm`: the ranks (None: the global
+    or less than minus this. Only one of both may be given, the same on all ranks. `comm`: the ranks (None: the global
     communicator). All ranks call all methods in the same order: that tells optimizers of one `name` apart. Those that
     different threads use need names of their own.
 
@@ -175,14 +175,14 @@ class ShardedOptimizer:
         if shared:
             first, second = (names[at] for at in sorted(shared))
             raise UsageError(f"{first} and {second} share memory; expected each array once")
-        if rule.needs_rows and (others := sorted(set(names) - set(tables))):
+        if rule.needs_rows and (not_tables := sorted(set(names) - set(tables))):
             raise UsageError(
-                f"{type(rule).__name__} is for rows: name {', '.join(others)} in tables, or leave them out"
+                f"{type(rule).__name__} is for rows: name {', '.join(not_tables)} in tables, or leave them out"
             )
         block_size = min(self.comm.config.protocol.block_size, PROGRAM_ELEMENTS)
-        self._parts = parts_of(parameters, set(tables), block_size, apart=isinstance(rule, Lamb))
+        self._parts = parts_of(parameters, set(tables), block_size, separate=isinstance(rule, Lamb))
         self._memory = Memory(parameter.weights for parameter in parameters)
-        self._root, self._kept_here = root, dict[str, Any]()
+        self._root, self._committed_state = root, dict[str, Any]()
         self._group: Communicator | None = None
         self._formation: object = None  # of `comm`, when the group was made
 
@@ -204,17 +204,17 @@ class ShardedOptimizer:
         tensors = [(part.layout.elements, part.layout.block_size) for part in self._parts]
         return self.comm.state_bytes(tensors, 1 + len(self._rule.columns), len(self._rule.cells))
 
-    def _ready(self) -> Communicator:
+    def _ready_group(self) -> Communicator:
         """The communicator of the steps. Raises UsageError when its job was formed anew."""
         if self._group is None:
-            self._group = self._opened_with(self._root, lambda group: self._begin(group, self._root))
+            self._group = self._open_group_with(self._root, lambda group: self._send_weights(group, self._root))
         elif self._formation is not self.comm.formation:
             raise UsageError("the job was formed anew, and the shards have forgotten what they kept; call restore")
         return self._group
 
-    def _opened_with(self, root: int, begin: Callable[[Communicator], None]) -> Communicator:
+    def _open_group_with(self, root: int, begin: Callable[[Communicator], None]) -> Communicator:
         """A new communicator of the steps, after `begin`."""
-        group = self._open(root)
+        group = self._open_group(root)
         try:
             begin(group)
         except BaseException:
@@ -222,9 +222,9 @@ class ShardedOptimizer:
             raise
         return group
 
-    def _open(self, root: int) -> Communicator:
+    def _open_group(self, root: int) -> Communicator:
         self._formation = self.comm.formation
-        number = _number_of(self._name, self.comm)
+        number = _next_group_number(self._name, self.comm)
         check_agreement(self.comm, [("root", str(root)), *self._terms()], f"{self._name}.alike")
         group = self.comm.create_group(name=f"{self._name}.{number}", state_bytes=self.state_bytes)
         group.drives_in_background = False  # the thread that ends a step drives it
@@ -237,7 +237,7 @@ class ShardedOptimizer:
         yield "clip_value", str(self._clipping.value)
         yield "what the rule keeps", ", ".join((*self._rule.columns, *self._rule.cells)) or "nothing"
         shapes = {
-            parameter.name: f"float32{list(parameter.weights.shape)} as {type(part).__name__.lower()}"
+            parameter.name: f"float32{list(parameter.weights.shape)} as {part.kind}"
             for part in self._parts for parameter in part.parameters
         }  # fmt: skip
         yield from ((f"parameter {name}", shapes[name]) for name in self._names)
@@ -246,8 +246,8 @@ class ShardedOptimizer:
         """Make one step with the mean of the gradients of all ranks; afterwards all have the same weights.
 
         `gradients`: by name, or in the order of the parameters: float32 arrays like them; of `tables` pairs (indices,
-        rows). One that is missing, or None, is zero on this rank. Raises UsageError for a gradient that does not fit;
-        otherwise what `allreduce` raises: after an error the weights of the ranks may differ, until `restore`.
+        rows). A gradient that is missing, or None, is zero on this rank. Raises UsageError for a gradient that does not
+        fit; otherwise what `allreduce` raises: after an error the weights of the ranks may differ, until `restore`.
         """
         self.begin_step(gradients)()
 
@@ -255,30 +255,34 @@ class ShardedOptimizer:
         """Start a `step`; what it returns ends it. Gradients and parameters belong to the step until then. Several
         optimizers may have a step under way."""
         with told_to_others(self):
-            given = self.checked(gradients)
+            checked = self.check_gradients(gradients)
         if self._clipping.norm is None:
-            return self.begin_update(given)
-        squares_of_all = self.begin_squares(given)
-        return lambda: self.begin_update(given, math.sqrt(squares_of_all()))()
+            return self.begin_update(checked)
+        squares_of_all = self.begin_squares(checked)
+        return lambda: self.begin_update(checked, math.sqrt(squares_of_all()))()
 
-    def checked(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    def check_gradients(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         """Gradients as they travel, by name. Raises UsageError for those that do not fit."""
-        named = self._given(gradients)
-        return {name: self._apart(gradient) for part in self._parts for name, gradient in part.checked(named).items()}
+        gradients_by_name = self._by_name(gradients)
+        return {
+            name: self._separate_from_weights(gradient)
+            for part in self._parts
+            for name, gradient in part.check_gradients(gradients_by_name).items()
+        }
 
-    def begin_squares(self, given: Mapping[str, Any]) -> Callable[[], float]:
+    def begin_squares(self, gradients: Mapping[str, Any]) -> Callable[[], float]:
         """Start to add up the squares of the mean of the gradients of all ranks; what this returns waits for the
         sum."""
-        return start_squares(self._ready(), self._steps(), self._rule, given)
+        return start_squares(self._ready_group(), self._steps(), self._rule, gradients)
 
-    def begin_update(self, given: Mapping[str, Any], norm: float | None = None) -> Callable[[], None]:
+    def begin_update(self, gradients: Mapping[str, Any], norm: float | None = None) -> Callable[[], None]:
         """Start the update of a step with these gradients; what this returns ends it. `norm`: where it is clipped, that
         of all gradients that are clipped together."""
-        group, self.gradient_norm = self._ready(), norm
+        group, self.gradient_norm = self._ready_group(), norm
         self.steps += 1
-        return start_update(group, self._steps(self._clipping.factor(norm)), self._rule, given)
+        return start_update(group, self._steps(self._clipping.factor(norm)), self._rule, gradients)
 
-    def _given(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
+    def _by_name(self, gradients: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
         if not isinstance(gradients, Mapping | Sequence):
             raise UsageError(f"gradients is {a_type(gradients)}; expected a dict or a list")
         if not isinstance(gradients, Mapping):
@@ -291,11 +295,12 @@ class ShardedOptimizer:
             raise UsageError(f"gradients of {', '.join(unknown)}; expected some of {', '.join(self._names)}")
         return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
-    def _apart(self, gradient: Any) -> Any:
-        """A gradient, or its rows, as a copy where it lies in weights, which a step writes: that of w² / 2 is w."""
+    def _separate_from_weights(self, gradient: Any) -> Any:
+        """The gradient, or its rows; a copy if it shares memory with weights, which a step writes. For instance, the
+        gradient of w² / 2 is w."""
         if isinstance(gradient, tuple):
-            return tuple(map(self._apart, gradient))
-        return gradient.copy() if self._memory.holds_some_of(gradient) else gradient
+            return tuple(map(self._separate_from_weights, gradient))
+        return gradient.copy() if self._memory.overlaps(gradient) else gradient
 
     def refuse(self, error: Exception) -> None:
         """Let the other ranks, which are about to use the optimizer, know that this one does not: see
@@ -319,51 +324,56 @@ class ShardedOptimizer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # what is kept
+    # the state
 
     def state_dict(self, root: int | None = 0) -> dict[str, Any]:
-        """The state on the shards: {"step": steps, "state": {parameter: {what: array}}}, on rank `root`, or on all
+        """The state on the shards: {"step": steps, "state": {parameter: {column: array}}}, on rank `root`, or on all
         ranks if that is None; elsewhere {}. One array after the other comes to that rank.
 
         An array is like the parameter; what is kept for each row has one number for a row.
         """
         with told_to_others(self):
-            wanted = root is None or check_root(root, self.comm.size) == self.comm.rank
+            is_receiver = root is None or check_root(root, self.comm.size) == self.comm.rank
         state: dict[str, Any] = {parameter.name: {} for part in self._parts for parameter in part.parameters}
-        for name, what, values in self._fetched(wanted=wanted):
-            state[name][what] = values
-        return {STEP: self.steps, "state": state} if wanted else {}
+        for name, column, values in self._fetch(is_receiver=is_receiver):
+            state[name][column] = values
+        return {STEP: self.steps, "state": state} if is_receiver else {}
 
-    def _fetched(self, *, wanted: bool) -> Iterator[tuple[str, str, Array]]:
+    def _fetch(self, *, is_receiver: bool) -> Iterator[tuple[str, str, Array]]:
         """The state on the shards, one array after the other: the parameter, the name of the state, and the array."""
-        group = self._ready()
+        group = self._ready_group()
         for part in self._parts:
-            for what, at, is_cell in self._kept:
+            for column, at, is_cell in self._state_layout:
                 code = Assembly()
                 code.fetch(at, is_cell=is_cell)
-                for name, values in part.receive(group, self._of_all(part, code), wanted=wanted).items():
-                    yield name, what, values[:, 0].copy() if is_cell else values
+                for name, values in part.receive(
+                    group, self._program_for_all_blocks(part, code), is_receiver=is_receiver
+                ).items():
+                    yield name, column, values[:, 0].copy() if is_cell else values
 
     @property
-    def _kept(self) -> list[tuple[str, int, bool]]:
+    def _state_layout(self) -> list[tuple[str, int, bool]]:
         """The state of the rule: its name, the number of its operand or cell, and whether it is a cell."""
-        columns = [(what, FIRST_COLUMN + at, False) for at, what in enumerate(self._rule.columns, 1)]
-        return columns + [(what, at, True) for at, what in enumerate(self._rule.cells)]
+        columns = [(column, FIRST_COLUMN + at, False) for at, column in enumerate(self._rule.columns, 1)]
+        return columns + [(column, at, True) for at, column in enumerate(self._rule.cells)]
 
     @property
     def _shapes(self) -> Shapes:
         """The shapes of the state by parameter: one number for each weight, or for each row."""
         return {
-            parameter.name: {what: parameter.weights.shape[: 1 if is_cell else None] for what, _, is_cell in self._kept}
-            for part in self._parts for parameter in part.parameters
-        }  # fmt: skip
+            parameter.name: {
+                column: parameter.weights.shape[: 1 if is_cell else None] for column, _, is_cell in self._state_layout
+            }
+            for part in self._parts
+            for parameter in part.parameters
+        }
 
     def initial_state(self, parameter: str) -> dict[str, Array]:
         """The state of a parameter before its first step, as in a `state_dict`."""
-        kept = self._shapes[parameter]
-        return {what: np.full(shape, self._rule.initial, np.float32) for what, shape in kept.items()}
+        shapes = self._shapes[parameter]
+        return {column: np.full(shape, self._rule.initial, np.float32) for column, shape in shapes.items()}
 
-    def _of_all(self, part: Part, code: Assembly, *, returns: bool = True) -> BlockProgram:
+    def _program_for_all_blocks(self, part: Part, code: Assembly, *, returns: bool = True) -> BlockProgram:
         rule = self._rule
         return code.program(part.state, 1 + len(rule.columns), len(rule.cells), every_block=True, returns=returns)
 
@@ -375,46 +385,47 @@ class ShardedOptimizer:
         """
         with told_to_others(self.comm):
             is_root = self.comm.rank == check_root(root, self.comm.size)
-        kept = run_agreed(
+        arrays = run_agreed(
             self.comm,
             f"{self._name}.state",
             lambda: check_state(state, self._shapes) if is_root and state else {},
         )
         steps = state[STEP] if is_root and state else 0
-        self._restart(root, steps, lambda name, what: kept[name][what] if kept else None)
+        self._restart(root, steps, lambda name, column: arrays[name][column] if arrays else None)
 
-    def _restart(self, root: int, steps: int, kept: Callable[[str, str], Array | None]) -> None:
-        """Begin anew with the weights of `root`, after so many steps as that rank says. What is kept is the sum of what
-        all ranks have: `kept(parameter, what)` gives this rank's share, zeros in the rest, or None."""
+    def _restart(self, root: int, steps: int, state_of: Callable[[str, str], Array | None]) -> None:
+        """Begin anew with the weights of `root`, after as many `steps` as that rank has done. The new state is the sum
+        over all ranks of `state_of(parameter, column)`: this rank's share, with zeros in the rest, or None."""
         self.close()  # its job may have failed
-        self._group = self._opened_with(root, lambda group: self._send_all(group, root, steps, kept))
+        self._group = self._open_group_with(root, lambda group: self._send_state(group, root, steps, state_of))
 
-    def _send_all(self, group: Communicator, root: int, steps: int, kept: Callable[[str, str], Array | None]) -> None:
-        self._begin(group, root)
+    def _send_state(
+        self, group: Communicator, root: int, steps: int, state_of: Callable[[str, str], Array | None]
+    ) -> None:
+        self._send_weights(group, root)
         self.steps = int(group.broadcast(np.array([steps]), root)[0])
         for part in self._parts if self.steps else ():
-            for what, at, is_cell in self._kept:
-                pairs = {parameter.name: (parameter, kept(parameter.name, what)) for parameter in part.parameters}
-                own = {
+            for column, at, is_cell in self._state_layout:
+                pairs = {parameter.name: (parameter, state_of(parameter.name, column)) for parameter in part.parameters}
+                values = {
                     name: as_weights(array, parameter)
                     for name, (parameter, array) in pairs.items()
                     if array is not None
                 }
                 code = Assembly()
                 code.store(at, is_cell=is_cell)
-                part.send(group, self._of_all(part, code, returns=False), own or None)
+                part.send(group, self._program_for_all_blocks(part, code, returns=False), values or None)
 
     def save(self, folder: str | Path) -> None:
-        """Write what the shards keep into `folder`, of which each rank writes a part; see `saved`. All ranks see it.
+        """Write the state on the shards into `folder`, which all ranks see. Each rank writes a part; see `saved_state`.
 
-        What an earlier call has written there stays until all ranks have written. A rank has its part in memory, and
-        one whole array at a time. Raises UsageError on all ranks when one cannot write; otherwise what `state_dict`
-        raises.
+        The files of an earlier call stay until all ranks have written. A rank has its part in memory, and one whole
+        array at a time. Raises UsageError on all ranks when one cannot write; otherwise what `state_dict` raises.
         """
         shares = dict[str, Array]()
         number = self.comm.broadcast_object(secrets.randbits(NUMBER_BITS), name=f"{self._name}.save")
-        for name, what, values in self._fetched(wanted=True):
-            shares[key_of(name, what)] = share_of(values, self.comm.rank, self.comm.size)
+        for name, column, values in self._fetch(is_receiver=True):
+            shares[key_of(name, column)] = share_of(values, self.comm.rank, self.comm.size)
         save = Save(number, self.steps, self.comm.rank, self.comm.size)
         try:
             run_agreed(self.comm, f"{self._name}.written", lambda: write_part(folder, save, shares))
@@ -429,38 +440,38 @@ class ShardedOptimizer:
         Raises UsageError on all ranks for a folder that has no whole state of these parameters.
         """
         parts = run_agreed(self.comm, f"{self._name}.load", lambda: SavedParts(folder, self._shapes))
-        self._restart(root, parts.steps, lambda name, what: parts.read(name, what, self.comm.rank, self.comm.size))
+        self._restart(root, parts.steps, lambda name, column: parts.read(name, column, self.comm.rank, self.comm.size))
 
     def commit(self) -> None:
-        """Keep on each rank what the shards keep, for `restore`. The weights are the caller's to keep."""
-        self._kept_here = self.state_dict(None)
+        """Keep a copy of the shards' state on each rank, for `restore`. The caller keeps the weights."""
+        self._committed_state = self.state_dict(None)
 
     def restore(self, root: int = 0) -> None:
         """Go on from the last commit of rank `root` and from its weights, after the job was formed anew or a step has
         failed; before the first commit: begin anew. A rank that has just joined calls it, too."""
-        self.load_state_dict(self._kept_here, root)
+        self.load_state_dict(self._committed_state, root)
 
-    def _begin(self, group: Communicator, root: int) -> None:
-        """Give the shards and all ranks the weights of `root`, and begin with what the rule keeps at first."""
+    def _send_weights(self, group: Communicator, root: int) -> None:
+        """Give the shards and all ranks the weights of `root`, and set the state to its initial values."""
         self.steps, root = 0, check_root(root, self.comm.size)
         for part in self._parts:
             code = Assembly()
-            for _, at, is_cell in self._kept:
+            for _, at, is_cell in self._state_layout:
                 code.add(Operation.FILL, SCRATCH if is_cell else at, 0, self._rule.initial)
                 if is_cell:
                     code.add(Operation.STORE_CELL, SCRATCH, third=at)
             code.store(WEIGHTS)
-            own = (
+            values = (
                 {parameter.name: parameter.weights for parameter in part.parameters} if self.comm.rank == root else None
             )
-            part.send(group, self._of_all(part, code), own)
+            part.send(group, self._program_for_all_blocks(part, code), values)
 
 
-def _number_of(name: str, comm: Communicator) -> int:
-    """Tells a group from those before it, also of other optimizers of this name. A rank that has just joined counts
-    with the others."""
-    formation, counts = _opened.get(comm, (None, Counter[str]()))
+def _next_group_number(name: str, comm: Communicator) -> int:
+    """The number of the next group of this name, which tells it from earlier groups. The count starts anew when the job
+    is formed anew, so that a rank that has just joined counts like the others."""
+    formation, counts = _group_counts.get(comm, (None, Counter[str]()))
     if formation is not comm.formation:
-        formation, counts = _opened[comm] = comm.formation, Counter()
+        formation, counts = _group_counts[comm] = comm.formation, Counter()
     counts[name] += 1
     return counts[name]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnireduce.programs.expressions import Expression, Type, as_expression, short
-from omnireduce.programs.operations import Reduction, check_reduction, moved
+from omnireduce.programs.operations import Reduction, check_reduction, moved_layout
 
 
 class Communication(Expression):
@@ -14,11 +14,11 @@ class Communication(Expression):
 
     def derive(self) -> Type:
         x = self.operands[0].type
-        return Type(x.dtype, x.shape, moved(self), x.group)
+        return Type(x.dtype, x.shape, moved_layout(self), x.group)
 
 
 class Reducing(Communication):
-    """One that combines the ranks' values."""
+    """A communication that combines the values of the ranks."""
 
     reduction: Reduction
 
@@ -39,7 +39,7 @@ class AllReduce(Reducing):
 
 
 class ReduceScatter(Reducing):
-    """The same, of which rank i gets the i-th part: Sliced."""
+    """A reduction of which rank i gets the i-th part: Sliced."""
 
     def derive(self) -> Type:
         result_type = super().derive()
@@ -104,7 +104,7 @@ class Send(Communication):
 class Recv(Communication):
     """The value that a Send has sent, in the group that receives it, in the same layout."""
 
-    takes_what_is_under_way = True
+    takes_sent_values = True
 
     def __init__(self, sent: Send) -> None:
         super().__init__(as_expression(sent))

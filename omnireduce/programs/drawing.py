@@ -43,10 +43,10 @@ def program_text(
     split = len(lines)
     for stage in stages:
         lines += _stage_lines(stage, names, "  ")
-    width = min(max(len(what) for what, _ in lines), 78)
-    texts = [f"{what:{width}}  {kind}".rstrip() for what, kind in lines]
-    given = ", ".join(names[input_node] for input_node in inputs)
-    return "\n".join([f"{name}({given}) -> {', '.join(outputs)}", *texts[:split], "", *texts[split:]])
+    width = min(max(len(text) for text, _ in lines), 78)
+    texts = [f"{text:{width}}  {kind}".rstrip() for text, kind in lines]
+    arguments = ", ".join(names[input_node] for input_node in inputs)
+    return "\n".join([f"{name}({arguments}) -> {', '.join(outputs)}", *texts[:split], "", *texts[split:]])
 
 
 def _stage_lines(stage: Stage, names: Names, margin: str) -> list[Line]:
@@ -77,28 +77,28 @@ def draw(pipeline: Pipeline, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(f"a picture needs matplotlib ({error}): {install('matplotlib', 'plot')}") from None
-    spots = places(pipeline)
+    spots = find_spots(pipeline)
     columns, rows = [x for x, _ in spots.values()], [y for _, y in spots.values()]
-    wide, high = 1 + max(columns) - min(columns), 1 + max(rows) - min(rows)
-    figure = Figure(figsize=(WIDE * wide, HIGH * high))
+    width, height = 1 + max(columns) - min(columns), 1 + max(rows) - min(rows)
+    figure = Figure(figsize=(WIDE * width, HIGH * height))
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.set_axis_off()
     axes.set_xlim(min(columns) - 0.5, max(columns) + 0.5)
     axes.set_ylim(min(rows) - 0.5, max(rows) + 0.5)
     for stage in pipeline.stages:
         if not isinstance(stage, Expression):
-            _frame(axes, stage, spots)
-    boxes = {node: _box(axes, pipeline, node, spot) for node, spot in spots.items()}
+            _draw_frame(axes, stage, spots)
+    boxes = {node: _draw_box(axes, pipeline, node, spot) for node, spot in spots.items()}
     for node, spot in spots.items():
-        for operand in _needed(pipeline, node):
+        for operand in _needed_nodes(pipeline, node):
             ends = {"patchA": boxes[operand], "patchB": boxes[node], "arrowstyle": "->", "color": "#555555"}
             axes.annotate("", xy=spot, xytext=spots[operand], arrowprops=ends, zorder=3)
-    drawn = BytesIO()
-    figure.savefig(drawn, format="svg")
-    write_file(drawn.getvalue(), path)
+    buffer = BytesIO()
+    figure.savefig(buffer, format="svg")
+    write_file(buffer.getvalue(), path)
 
 
-def places(pipeline: Pipeline) -> dict[Expression, Spot]:
+def find_spots(pipeline: Pipeline) -> dict[Expression, Spot]:
     """Places of inputs and stages. A stage is one layer below the lowest of those that it needs, and beside others in
     the order of the program. Inputs stand to the left of the first stage that needs them."""
     layers: dict[Expression, int] = {}
@@ -107,20 +107,20 @@ def places(pipeline: Pipeline) -> dict[Expression, Spot]:
     for node in pipeline.nodes:
         if node in pipeline.names and not isinstance(node, Input):
             layers[node] = 1 + max(
-                (layers[operand] for operand in _needed(pipeline, node) if operand in layers), default=-1
+                (layers[operand] for operand in _needed_nodes(pipeline, node) if operand in layers), default=-1
             )
             spots[node] = float(filled.setdefault(layers[node], 0)), float(-layers[node])
             filled[layers[node]] += 1
-    beside: dict[int, int] = {}
+    input_count: dict[int, int] = {}
     for input_node in pipeline.inputs:
-        layer = min(layers[node] for node in layers if input_node in _needed(pipeline, node))
-        beside[layer] = beside.get(layer, 0) + 1
-        raised = 0.5 * (beside[layer] % 2 == 0)  # so that an arrow passes beside the next box
-        spots[input_node] = -0.6 * beside[layer] - 0.2, raised - layer
+        layer = min(layers[node] for node in layers if input_node in _needed_nodes(pipeline, node))
+        input_count[layer] = input_count.get(layer, 0) + 1
+        offset = 0.5 * (input_count[layer] % 2 == 0)  # so that an arrow passes beside the next box
+        spots[input_node] = -0.6 * input_count[layer] - 0.2, offset - layer
     return spots
 
 
-def _needed(pipeline: Pipeline, node: Expression) -> list[Expression]:
+def _needed_nodes(pipeline: Pipeline, node: Expression) -> list[Expression]:
     """The named operands that `node` is made from."""
     inside = [node] if isinstance(node, Input) else pipeline.belonging_to(node)
     operands = [
@@ -132,18 +132,18 @@ def _needed(pipeline: Pipeline, node: Expression) -> list[Expression]:
     return list(dict.fromkeys(operands))
 
 
-def _box(axes: Any, pipeline: Pipeline, node: Expression, spot: Spot) -> Any:
+def _draw_box(axes: Any, pipeline: Pipeline, node: Expression, spot: Spot) -> Any:
     """Draw the box of a stage or input; the frame around its text."""
-    name, what = pipeline.names[node], formula(node, pipeline.names)
-    what = what if len(what) <= LONGEST else f"{what[: LONGEST - 3]}..."
-    text = f"{name}\n{node.type}" if isinstance(node, Input) else f"{name} = {what}\n{node.type}"
+    name, formula_text = pipeline.names[node], formula(node, pipeline.names)
+    formula_text = formula_text if len(formula_text) <= LONGEST else f"{formula_text[: LONGEST - 3]}..."
+    text = f"{name}\n{node.type}" if isinstance(node, Input) else f"{name} = {formula_text}\n{node.type}"
     colour = LAYOUT_COLOURS[node.type.layout.value]
     box = {"boxstyle": "round,pad=0.4", "facecolor": colour, "edgecolor": "#555555"}
     font = {"fontsize": 8, "family": "monospace", "parse_math": False}
     return axes.text(*spot, text, ha="center", va="center", bbox=box, zorder=2, **font).get_bbox_patch()
 
 
-def _frame(axes: Any, stage: Stage, spots: dict[Expression, Spot]) -> None:
+def _draw_frame(axes: Any, stage: Stage, spots: dict[Expression, Spot]) -> None:
     """A frame around the boxes of a stage, and what they are together."""
     inside = [spots[node] for node in nodes_of(stage) if node in spots]
     left, right = min(x for x, _ in inside) - 0.46, max(x for x, _ in inside) + 0.46

@@ -20,7 +20,7 @@ from omnireduce.core.dtypes import BOOL, ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform, stream_key
 from omnireduce.programs.layouts import POINTWISE, Layout, folded
-from omnireduce.programs.source_lines import SourceLine, line_of_user, wrong
+from omnireduce.programs.source_lines import SourceLine, error_at, user_line
 
 DType = np.dtype[Any]
 
@@ -62,22 +62,22 @@ class Type(NamedTuple):
 
 
 class Expression(ABC):
-    """A value of a program. `operands`: what it is made from; `type`; `place`: where the user wrote it."""
+    """A value of a program. `operands`: what it is made from; `type`; `source_line`: where the user wrote it."""
 
     operands: tuple[Expression, ...]
     type: Type
-    place: SourceLine
+    source_line: SourceLine
     is_under_way = False  # sent, and not yet received
-    takes_what_is_under_way = False
+    takes_sent_values = False
     precedence = 9  # how tightly its text holds together
     __array_ufunc__ = None  # numbers of NumPy leave operators to this class
 
     def __init__(self, *operands: Expression) -> None:
-        self._form(operands, line_of_user())
+        self._set_operands(operands, user_line())
 
-    def _form(self, operands: Sequence[Expression], place: SourceLine) -> None:
-        self.__dict__.update(operands=tuple(operands), place=place)
-        if not self.takes_what_is_under_way and any(operand.is_under_way for operand in operands):
+    def _set_operands(self, operands: Sequence[Expression], source_line: SourceLine) -> None:
+        self.__dict__.update(operands=tuple(operands), source_line=source_line)
+        if not self.takes_sent_values and any(operand.is_under_way for operand in operands):
             raise self.refuse("an operand is under way between two groups: Recv it first")
         self.__dict__.update(type=self.derive())
 
@@ -91,13 +91,13 @@ class Expression(ABC):
     def derive(self) -> Type:
         """The type, from those of the operands. Raises UsageError where they do not go together."""
 
-    def with_operands(self, operands: Sequence[Expression], place: SourceLine | None = None) -> Self:
+    def with_operands(self, operands: Sequence[Expression], source_line: SourceLine | None = None) -> Self:
         """The same operation on other operands. Raises UsageError where these do not go together."""
-        if place is None and all(one is other for one, other in zip(operands, self.operands, strict=True)):
+        if source_line is None and all(new is old for new, old in zip(operands, self.operands, strict=True)):
             return self
-        made = copy.copy(self)
-        made._form(operands, place or self.place)
-        return made
+        clone = copy.copy(self)
+        clone._set_operands(operands, source_line or self.source_line)
+        return clone
 
     def text(self, operands: Sequence[str]) -> str:
         """The expression as a user would write it, from the texts of its operands."""
@@ -108,14 +108,14 @@ class Expression(ABC):
         return 0
 
     def refuse(self, message: str) -> UsageError:
-        """An error about this expression, at its place."""
-        what = formula(self, {})
-        if len(what) > LONGEST_FORMULA:
-            what = self.text([short(operand) for operand in self.operands])
-        return wrong(self.place, f"{what}: {message}")
+        """An error about this expression, with its line of source."""
+        text = formula(self, {})
+        if len(text) > LONGEST_FORMULA:
+            text = self.text([short(operand) for operand in self.operands])
+        return error_at(self.source_line, f"{text}: {message}")
 
     def __bool__(self) -> bool:
-        raise wrong(line_of_user(), "a value is not known while a program is written: use Ite(condition, a, b)")
+        raise error_at(user_line(), "a value is not known while a program is written: use Ite(condition, a, b)")
 
     def __add__(self, other: Expression | Number) -> Expression:
         return _arithmetic("+", self, other)
@@ -163,8 +163,8 @@ class Expression(ABC):
         return _arithmetic("-", 0, self)
 
 
-def _arithmetic(symbol: str, one: Expression | Number, other: Expression | Number) -> Expression:
-    return Arithmetic(symbol, one, other)
+def _arithmetic(symbol: str, left: Expression | Number, right: Expression | Number) -> Expression:
+    return Arithmetic(symbol, left, right)
 
 
 class Input(Expression):
@@ -209,28 +209,35 @@ class Tensor(Input):
     def derive(self) -> Type:
         declared: Type = self.__dict__["declared"]
         if not isinstance(declared.layout, Layout):
-            raise wrong(self.place, f"layout {declared.layout!r}: expected Local, Replicated, Sliced or Sliced_2")
+            raise error_at(
+                self.source_line, f"layout {declared.layout!r}: expected Local, Replicated, Sliced or Sliced_2"
+            )
         for dimension in declared.shape:
             if isinstance(dimension, bool) or not isinstance(dimension, Variable | int):
-                raise wrong(self.place, f"a dimension of {self.name} is {dimension!r}: expected an int or a Variable")
+                raise error_at(
+                    self.source_line, f"a dimension of {self.name} is {dimension!r}: expected an int or a Variable"
+                )
             if isinstance(dimension, Variable) and dimension.type.dtype.kind not in "iu":
-                raise wrong(
-                    self.place, f"dimension {dimension.name} is {dimension.type.dtype}: expected an integer type, Int32"
+                raise error_at(
+                    self.source_line,
+                    f"dimension {dimension.name} is {dimension.type.dtype}: expected an integer type, Int32",
                 )
             if isinstance(dimension, int) and dimension < 1:
-                raise wrong(self.place, f"a dimension of {self.name} is {dimension}: expected at least 1")
+                raise error_at(self.source_line, f"a dimension of {self.name} is {dimension}: expected at least 1")
         if declared.layout.is_sliced and not declared.shape:
-            raise wrong(self.place, f"{self.name} has no dimension along which it could be {declared.layout.value}")
+            raise error_at(
+                self.source_line, f"{self.name} has no dimension along which it could be {declared.layout.value}"
+            )
         if isinstance(declared.group, bool) or not isinstance(declared.group, int) or declared.group < 0:
-            raise wrong(self.place, f"group {declared.group!r}: expected an int from 0 on")
+            raise error_at(self.source_line, f"group {declared.group!r}: expected an int from 0 on")
         return declared
 
     def with_layout(self, layout: Layout) -> Tensor:
         """The same tensor in another layout."""
-        made = copy.copy(self)
-        made.__dict__.update(declared=self.type._replace(layout=layout))
-        made._form((), self.place)
-        return made
+        tensor = copy.copy(self)
+        tensor.__dict__.update(declared=self.type._replace(layout=layout))
+        tensor._set_operands((), self.source_line)
+        return tensor
 
 
 class Constant(Expression):
@@ -243,13 +250,15 @@ class Constant(Expression):
     def derive(self) -> Type:
         value, dtype = self.__dict__["value"], self.__dict__["dtype"]
         if dtype.kind in "iu" and isinstance(value, float):
-            raise wrong(self.place, f"{value} meets {dtype}: expected an integer; Cast the other one to a float type")
+            raise error_at(
+                self.source_line, f"{value} meets {dtype}: expected an integer; Cast the other one to a float type"
+            )
         if (dtype == Bool) != isinstance(value, bool | np.bool_):
-            raise wrong(self.place, f"{value} meets {dtype}: Cast one of them")
+            raise error_at(self.source_line, f"{value} meets {dtype}: Cast one of them")
         try:
             self.__dict__.update(array=number_array(value, dtype))
         except OverflowError:
-            raise wrong(self.place, f"{value} is out of the range of {dtype}") from None
+            raise error_at(self.source_line, f"{value} is out of the range of {dtype}") from None
         return Type(dtype, (), Layout.REPLICATED)
 
     @property
@@ -268,21 +277,21 @@ def formula(node: Expression, names: Mapping[Expression, str]) -> str:
     return _formula(node, names, {}, DEEPEST_TEXT)
 
 
-def _formula(node: Expression, names: Mapping[Expression, str], known: dict[Expression, str], depth: int) -> str:
-    """`known`: what was written already; an expression that is used twice in each step would take for ever."""
-    if node in known:
-        return known[node]
-    shown = []
+def _formula(node: Expression, names: Mapping[Expression, str], written: dict[Expression, str], depth: int) -> str:
+    """`written`: what was written already; an expression that is used twice in each step would take for ever."""
+    if node in written:
+        return written[node]
+    texts = []
     for at, operand in enumerate(node.operands):
         text = operand.text(()) if isinstance(operand, Input | Constant) else names.get(operand)
         if text is None:
-            text = _formula(operand, names, known, depth - 1) if depth else CUT
+            text = _formula(operand, names, written, depth - 1) if depth else CUT
             if operand.precedence < node.least_precedence(at):
                 text = f"({text})"
-        shown.append(text)
-    text = node.text(shown)
-    known[node] = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}{CUT}"
-    return known[node]
+        texts.append(text)
+    text = node.text(texts)
+    written[node] = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}{CUT}"
+    return written[node]
 
 
 def short(expression: Expression) -> str:
@@ -302,7 +311,7 @@ def as_expression(value: object, like: DType | None = None) -> Expression:
     if like is not None and isinstance(value, int | float):
         return Constant(value, like)
     expected = "an expression" if like is None else "an expression or a number"
-    raise wrong(line_of_user(), f"got {value!r}, {a_type(value)}; expected {expected}")
+    raise error_at(user_line(), f"got {value!r}, {a_type(value)}; expected {expected}")
 
 
 def number_array(value: Number | np.generic, dtype: DType) -> Array:
@@ -336,15 +345,15 @@ def common_group(expression: Expression) -> int | None:
 def check_dtype(dtype: object) -> DType:
     """`dtype` itself. Raises UsageError for what is no element type of the service."""
     if not isinstance(dtype, np.dtype) or dtype not in DTYPES:
-        raise wrong(line_of_user(), f"type {dtype!r}: expected one such as Float32, Float16 or Int32")
+        raise error_at(user_line(), f"type {dtype!r}: expected one such as Float32, Float16 or Int32")
     return dtype
 
 
 def _check_name(name: object) -> str:
     if not isinstance(name, str) or not name.isidentifier() or len(name) > 40:
-        raise wrong(line_of_user(), f"name {name!r}: expected a word of letters, digits and _, at most 40 long")
+        raise error_at(user_line(), f"name {name!r}: expected a word of letters, digits and _, at most 40 long")
     if (read := unicodedata.normalize("NFKC", name)) != name:
-        raise wrong(line_of_user(), f"name {name!r}: Python reads it as {read!r}; expected that")
+        raise error_at(user_line(), f"name {name!r}: Python reads it as {read!r}; expected that")
     return name
 
 
@@ -359,10 +368,10 @@ def uniforms(seed: int, step: int, region: Region, shape: tuple[int, ...]) -> Ar
     if len(shape) < 2 or shape[-1] == region.whole[-1]:  # rows lie behind one another
         firsts, runs = np.array([origin]), out.reshape(1, -1)
     else:
-        within = np.indices(shape[:-1]).reshape(len(shape) - 1, -1)
-        firsts, runs = origin + np.array(strides[:-1], np.int64) @ within, out.reshape(-1, shape[-1])
-    for run, own in zip(runs, block_keys(key, firsts), strict=True):
-        fill_uniform(own, run)
+        row_indices = np.indices(shape[:-1]).reshape(len(shape) - 1, -1)
+        firsts, runs = origin + np.array(strides[:-1], np.int64) @ row_indices, out.reshape(-1, shape[-1])
+    for run, block_key in zip(runs, block_keys(key, firsts), strict=True):
+        fill_uniform(block_key, run)
     return out
 
 
@@ -404,30 +413,34 @@ class Pointwise(Expression):
         if not isinstance(layout, Layout):
             raise self.refuse(f"{_layouts(self.operands)}: {layout}")
         for operand in self.operands:
-            if operand.type.layout.is_sliced and not _is_whole_along(operand.type.shape, shape, operand.type.layout):
+            if operand.type.layout.is_sliced and not _spans_cut_dimension(
+                operand.type.shape, shape, operand.type.layout
+            ):
                 raise self.refuse(
                     f"{short(operand)}, {operand.type}, is repeated along the dimension in which it is cut: "
                     "AllGather it first"
                 )
         return Type(dtype, shape, layout, common_group(self))
 
-    def _broadcast(self, one: tuple[Dimension, ...], other: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
-        longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
+    def _broadcast(self, first: tuple[Dimension, ...], second: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
+        longer, shorter = (first, second) if len(first) >= len(second) else (second, first)
         broadcast = list(longer)
         for at in range(1, len(shorter) + 1):
             sizes = {longer[-at], shorter[-at]}
             if len(sizes) > 1:
                 rest = sizes - {1}
                 if len(rest) > 1:
-                    raise self.refuse(f"shapes {' and '.join(str(_names(shape)) for shape in (one, other))} do not fit")
+                    raise self.refuse(
+                        f"shapes {' and '.join(str(_names(shape)) for shape in (first, second))} do not fit"
+                    )
                 broadcast[-at] = rest.pop()
         return tuple(broadcast)
 
     def _one_dtype(self, operands: Sequence[Expression]) -> DType:
         dtypes = {operand.type.dtype for operand in operands}
         if len(dtypes) > 1:
-            met = " and ".join(f"{short(operand)} is {operand.type.dtype}" for operand in operands)
-            raise self.refuse(f"{met}: Cast one of them")
+            texts = " and ".join(f"{short(operand)} is {operand.type.dtype}" for operand in operands)
+            raise self.refuse(f"{texts}: Cast one of them")
         return dtypes.pop()
 
 
@@ -436,9 +449,9 @@ class Arithmetic(Pointwise):
 
     symbol: str
 
-    def __init__(self, symbol: str, one: Expression | Number, other: Expression | Number) -> None:
+    def __init__(self, symbol: str, left: Expression | Number, right: Expression | Number) -> None:
         self.__dict__.update(symbol=symbol, precedence=PRECEDENCE[symbol])
-        super().__init__(*_with_numbers(one, other))
+        super().__init__(*_with_numbers(left, right))
 
     def result_dtype(self) -> DType:
         dtype = self._one_dtype(self.operands)
@@ -475,12 +488,14 @@ class Sqrt(Pointwise):
 
 
 class Ite(Pointwise):
-    """If, then, else: each element of `one` where `condition` holds, of `other` elsewhere."""
+    """A choice for each element: that of `if_true` if `condition` holds, otherwise that of `if_false`."""
 
-    def __init__(self, condition: Expression, one: Expression | Number, other: Expression | Number) -> None:
-        if not isinstance(one, Expression) and not isinstance(other, Expression):
-            raise wrong(line_of_user(), f"{one!r} or {other!r}: expected an expression as one of them, for the type")
-        super().__init__(as_expression(condition), *_with_numbers(one, other))
+    def __init__(self, condition: Expression, if_true: Expression | Number, if_false: Expression | Number) -> None:
+        if not isinstance(if_true, Expression) and not isinstance(if_false, Expression):
+            raise error_at(
+                user_line(), f"{if_true!r} or {if_false!r}: expected an expression as one of them, for the type"
+            )
+        super().__init__(as_expression(condition), *_with_numbers(if_true, if_false))
 
     def result_dtype(self) -> DType:
         condition, *rest = self.operands
@@ -514,10 +529,10 @@ class Cast(Pointwise):
 class Dropout(Pointwise):
     """Each element of `x` with probability `1 - p`, divided by that; zero otherwise.
 
-    What is dropped follows from `seed`, `step` and the place of the element in the whole tensor. So a sliced tensor
-    loses the same elements as a replicated one. Of Local tensors each rank's loses others. `step` is an int, or a
-    Variable or scalar of an integer type: another one in each step of a training. Two Dropouts of one program want two
-    seeds.
+    `seed`, `step` and the index of an element in the whole tensor decide whether it is dropped. So a sliced tensor
+    loses the same elements as a replicated one. A Local tensor loses other elements on each rank. `step` is an int, or
+    a Variable or scalar of an integer type: another one in each step of a training. Two Dropouts of one program want
+    two seeds.
     """
 
     p: float
@@ -549,19 +564,19 @@ class Dropout(Pointwise):
         return f"Dropout({operands[0]}, {self.p}, seed={self.seed}, step={operands[1]})"
 
 
-def _with_numbers(one: object, other: object) -> tuple[Expression, Expression]:
+def _with_numbers(left: object, right: object) -> tuple[Expression, Expression]:
     """Both as expressions: a number gets the type of the other one."""
-    if not isinstance(one, Expression):
-        other = as_expression(other)
-        return as_expression(one, other.type.dtype), other
-    return one, as_expression(other, one.type.dtype)
+    if not isinstance(left, Expression):
+        right = as_expression(right)
+        return as_expression(left, right.type.dtype), right
+    return left, as_expression(right, left.type.dtype)
 
 
-def _is_whole_along(own: tuple[Dimension, ...], whole: tuple[Dimension, ...], layout: Layout) -> bool:
+def _spans_cut_dimension(shape: tuple[Dimension, ...], whole: tuple[Dimension, ...], layout: Layout) -> bool:
     """Whether an operand of this shape has all of the result's dimension along which both are cut."""
-    if layout is Layout.SLICED and len(own) != len(whole):
+    if layout is Layout.SLICED and len(shape) != len(whole):
         return False
-    return own[layout.axis(len(own))] == whole[layout.axis(len(whole))]
+    return shape[layout.axis(len(shape))] == whole[layout.axis(len(whole))]
 
 
 def _layouts(operands: Sequence[Expression]) -> str:

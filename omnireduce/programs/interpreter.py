@@ -21,7 +21,7 @@ from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
 
 PerRank = list[Array]
-MOST_RANKS = 4096  # their arrays are all in this process
+MAX_RANKS = 4096  # their arrays are all in this process
 
 
 def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict[str, PerRank]:
@@ -31,26 +31,28 @@ def interpret(pipeline: Pipeline, values: Mapping[str, Any], ranks: int) -> dict
     Replicated. Sizes that follow from no whole array are given by name too. Returns, for each output, the arrays that
     a run returns on the ranks, in their order. `values` are not changed. Raises UsageError if they do not fit.
     """
-    least = pipeline.least_ranks
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or not least <= ranks <= MOST_RANKS:
-        raise UsageError(f"ranks is {ranks!r}: expected an int from {least} to {MOST_RANKS}")
+    minimum = pipeline.least_ranks
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or not minimum <= ranks <= MAX_RANKS:
+        raise UsageError(f"ranks is {ranks!r}: expected an int from {minimum} to {MAX_RANKS}")
     check_names(values, pipeline.known_values, pipeline.name)
-    given = [{name: _of_rank(values, name, rank, ranks, pipeline) for name in values} for rank in range(ranks)]
+    rank_values = [
+        {name: _value_for_rank(values, name, rank, ranks, pipeline) for name in values} for rank in range(ranks)
+    ]
     placements = [
-        RankPlacement(rank, ranks, bound_sizes(sizes_in(pipeline.nodes), pipeline.inputs, given[rank]))
+        RankPlacement(rank, ranks, bound_sizes(sizes_in(pipeline.nodes), pipeline.inputs, rank_values[rank]))
         for rank in range(ranks)
     ]
     results: dict[Expression, PerRank] = {}
     for node in pipeline.nodes:
         if isinstance(node, Input):
-            results[node] = [input_value(node, given[placement.rank], placement) for placement in placements]
+            results[node] = [input_value(node, rank_values[placement.rank], placement) for placement in placements]
         else:
             results[node] = _evaluate(node, [results[operand] for operand in node.operands], placements)
     outputs = zip(pipeline.output_names, pipeline.outputs, strict=True)
     return {name: [array.copy() for array in results[output]] for name, output in outputs}
 
 
-def _of_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeline: Pipeline) -> Any:
+def _value_for_rank(values: Mapping[str, Any], name: str, rank: int, ranks: int, pipeline: Pipeline) -> Any:
     """The value of an input for one rank."""
     value = values[name]
     if isinstance(value, list | tuple):

@@ -165,6 +165,6 @@ def folded(table: Mapping[tuple[Layout, Layout], Rule], layouts: Sequence[Layout
 
 def bounds(size: int, rank: int, ranks: int) -> tuple[int, int]:
     """Start and end of the part of `rank` in a dimension of `size`, by the rule of `numpy.array_split`."""
-    least, more = divmod(size, ranks)
-    start = rank * least + min(rank, more)
-    return start, start + least + (rank < more)
+    base, extra = divmod(size, ranks)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)

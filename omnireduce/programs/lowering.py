@@ -1,10 +1,10 @@
 """A fused AllReduce as block programs: what shards run on the sum of each block, and keep for the next step.
 
-Each tensor but the one that is reduced is a column of the shards' state. What is computed for each element goes into a
-register, or at once into the column that is updated, where nothing needs the old value any more. A norm, or a sum of a
-whole tensor, ends a phase: the shards add up, the ranks get the totals, and the next phase uses them as numbers. What a
-later phase needs is kept in a column of its own. The instructions round as the operations of the language do, so the
-results have the same bits as those of other schedules, but for what follows from totals.
+Each tensor but the one that is reduced is a column of the shards' state. The result for each element goes into a
+register, or at once into the column that is updated, if nothing needs the old value any more. A norm, or a sum of a
+whole tensor, ends a phase: the shards add up, the ranks get the totals, and the next phase uses them as numbers. A
+value that a later phase needs is kept in a column of its own. The instructions round as the operations of the language
+do, so the results have the same bits as those of other schedules, but for what follows from totals.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Lowering:
         self._gather = stage.gathers[0]
         self._phase_of = dict[Expression, int]()
         for node in pipeline.nodes:
-            self._phase_of[node] = max((self._known_in(operand) for operand in node.operands), default=0)
+            self._phase_of[node] = max((self._first_phase(operand) for operand in node.operands), default=0)
         self._last = self._phase_of[self._gather]
         late = [phase for phase in self._phase_of.values() if phase > self._last]
         if any(late):
@@ -84,9 +84,9 @@ class _Lowering:
             update.value.operands[0]: update for update in stage.updates if isinstance(update.value, AllGather)
         }
         self._columns: list[Expression] = list(dict.fromkeys([*self._tensors()]))
-        self._place = {column: FIRST_COLUMN + at for at, column in enumerate(self._columns)}
-        self._place[stage.reduce_scatter] = 0
-        self._done, mixing = set[Expression](), Mixing(pipeline, self._phase_of, self._updated)
+        self._location = {column: FIRST_COLUMN + at for at, column in enumerate(self._columns)}
+        self._location[stage.reduce_scatter] = 0
+        self._computed, mixing = set[Expression](), Mixing(pipeline, self._phase_of, self._updated)
         self._mixes, self._absorbed = mixing.mixes, mixing.absorbed
         self._free: list[int] = []
 
@@ -94,7 +94,7 @@ class _Lowering:
         """In which phase `user` needs its operands: what is updated or gathered is at the end."""
         return self._last if isinstance(user, Update | AllGather) else self._phase_of[user]
 
-    def _known_in(self, operand: Expression) -> int:
+    def _first_phase(self, operand: Expression) -> int:
         """In which phase an operand can be used first."""
         phase = self._phase_of.get(operand, 0)
         return phase + 1 if isinstance(operand, WholeReduction) else phase
@@ -146,11 +146,11 @@ class _Lowering:
                 f"{self._pipeline.name} keeps {len(self._columns)} tensors; expected {MAX_COLUMNS} at most"
             )
         for phase in phases:
-            for what, count, most in phase.sizes:
-                if count > most:
+            for resource, count, limit in phase.sizes:
+                if count > limit:
                     raise UsageError(
-                        f"{self._pipeline.name} needs {count} {what} in one exchange; shards take {most}: make two "
-                        "programs of it, or let ranks compute a part of it"
+                        f"{self._pipeline.name} needs {count} {resource} in one exchange; shards take {limit}: make "
+                        "two programs of it, or let ranks compute a part of it"
                     )
         reduced = self._stage.input
         if not isinstance(reduced, Tensor):
@@ -160,14 +160,14 @@ class _Lowering:
     def _lower(self, number: int) -> Phase:
         """The instructions of one phase, in the order of the program."""
         phase, self._free = Phase(), list(range(REGISTERS - 1, 0, -1))
-        for node in [node for node, place in self._place.items() if place < FIRST_COLUMN and number]:
-            del self._place[node]
+        for node in [node for node, location in self._location.items() if location < FIRST_COLUMN and number]:
+            del self._location[node]
         if number:
             self._free.append(0)  # there is no sum
         elif self._last and any(self._used_in(user) for user in self._users(self._stage.reduce_scatter)):
             self._columns.append(self._stage.reduce_scatter)
-            self._place[self._stage.reduce_scatter] = FIRST_COLUMN + len(self._columns) - 1
-            phase.add(Operation.COPY, self._place[self._stage.reduce_scatter], 0)
+            self._location[self._stage.reduce_scatter] = FIRST_COLUMN + len(self._columns) - 1
+            phase.add(Operation.COPY, self._location[self._stage.reduce_scatter], 0)
         for node in self._pipeline.nodes:
             if self._phase_of[node] != number or node in self._absorbed or not self._is_work(node):
                 continue
@@ -175,7 +175,7 @@ class _Lowering:
                 self._total(phase, node)
             else:
                 self._compute(phase, node)
-            self._done.add(node)
+            self._computed.add(node)
             self._release(number)
         if number == self._last:
             self._finish(phase)
@@ -197,33 +197,35 @@ class _Lowering:
     def _waiting(self, node: Expression) -> set[Expression]:
         """The users that still need it, except for those at the end."""
         return {
-            user for user in self._users(node) if user not in self._done and not isinstance(user, Update | AllGather)
+            user
+            for user in self._users(node)
+            if user not in self._computed and not isinstance(user, Update | AllGather)
         }
 
     def _release(self, number: int) -> None:
         """Registers whose values nobody needs are free again."""
-        for node, place in list(self._place.items()):
-            if place < FIRST_COLUMN and place not in self._free and not self._is_needed(node):
-                self._free.append(place)
-                del self._place[node]
+        for node, location in list(self._location.items()):
+            if location < FIRST_COLUMN and location not in self._free and not self._is_needed(node):
+                self._free.append(location)
+                del self._location[node]
 
     def _is_needed(self, node: Expression) -> bool:
         at_end = any(isinstance(user, Update | AllGather) for user in self._users(node))
         return at_end or bool(self._waiting(node))
 
     def _target(self, node: Expression, operands: Sequence[Expression]) -> int:
-        """The place of a node's value: the column that it updates, a column that a later phase finds, a register."""
+        """The location of a node's value: the column that it updates, a column for a later phase, or a register."""
         update = self._updated.get(node)
         if update is not None:
             tensor = update.tensor
-            others = self._waiting(tensor) - {node}
-            if not others and (not operands or tensor not in operands[1:]) and not self._holds_other(tensor):
-                return self._place[tensor]
+            waiting_users = self._waiting(tensor) - {node}
+            if not waiting_users and (not operands or tensor not in operands[1:]) and not self._has_other_value(tensor):
+                return self._location[tensor]
         if any(self._used_in(user) > self._phase_of[node] for user in self._users(node)):
             self._columns.append(node)
             return FIRST_COLUMN + len(self._columns) - 1
         if operands and self._may_replace(node, operands):
-            return self._place[operands[0]]
+            return self._location[operands[0]]
         return self._register(node)
 
     def _may_replace(self, node: Expression, operands: Sequence[Expression]) -> bool:
@@ -231,16 +233,16 @@ class _Lowering:
         first = operands[0]
         at_end = any(isinstance(user, Update | AllGather) for user in self._users(first))
         return (
-            self._place[first] < FIRST_COLUMN
+            self._location[first] < FIRST_COLUMN
             and not at_end
             and self._waiting(first) == {node}
-            and all(self._place[operand] != self._place[first] for operand in operands[1:])
+            and all(self._location[operand] != self._location[first] for operand in operands[1:])
         )
 
-    def _holds_other(self, tensor: Tensor) -> bool:
+    def _has_other_value(self, tensor: Tensor) -> bool:
         """Whether the column of a tensor has another value already."""
-        place = self._place[tensor]
-        return any(at == place for node, at in self._place.items() if node is not tensor)
+        location = self._location[tensor]
+        return any(at == location for node, at in self._location.items() if node is not tensor)
 
     def _register(self, node: Expression) -> int:
         if not self._free:
@@ -250,7 +252,7 @@ class _Lowering:
     # instructions
 
     def _total(self, phase: Phase, node: WholeReduction) -> None:
-        number, operand = len(phase.totals), self._place[node.operands[0]]
+        number, operand = len(phase.totals), self._location[node.operands[0]]
         if isinstance(node, Norm):
             scratch = self._register(node)
             phase.add(Operation.COPY, scratch, operand)
@@ -268,8 +270,8 @@ class _Lowering:
         if mix is not None:
             target = self._target(node, [mix.first, mix.second])
             self._copy(phase, target, mix.first)
-            phase.add(mix.operation, target, self._place[mix.second], *mix.scalars)
-            self._put(node, target)
+            phase.add(mix.operation, target, self._location[mix.second], *mix.scalars)
+            self._store(node, target)
             return
         operands = [operand for operand in node.operands if operand.type.shape]
         target = self._target(node, operands)
@@ -284,60 +286,60 @@ class _Lowering:
             self._choose(phase, node, target)
         else:
             raise UsageError(f"{short(node)}: shards have no instruction for it")
-        self._put(node, target)
+        self._store(node, target)
 
-    def _put(self, node: Expression, target: int) -> None:
-        """The value of `node` is there, in place of another one."""
+    def _store(self, node: Expression, target: int) -> None:
+        """Note that the value of `node` is in `target` now, in place of another value."""
         if target < FIRST_COLUMN:
-            for replaced in [replaced for replaced, place in self._place.items() if place == target]:
-                del self._place[replaced]
-        self._place[node] = target
+            for replaced in [replaced for replaced, location in self._location.items() if location == target]:
+                del self._location[replaced]
+        self._location[node] = target
 
     def _copy(self, phase: Phase, target: int, node: Expression) -> None:
-        if self._place[node] != target:
-            phase.add(Operation.COPY, target, self._place[node])
+        if self._location[node] != target:
+            phase.add(Operation.COPY, target, self._location[node])
 
     def _arithmetic(self, phase: Phase, node: Arithmetic, target: int) -> None:
-        one, other = node.operands
+        left, right = node.operands
         if node.symbol in (">", "<"):
             self._compare(phase, node, target)
         elif node.symbol not in IN_PLACE:
             raise UsageError(f"{short(node)}: shards have no instruction for {node.symbol}")
-        elif not other.type.shape:
-            self._with_number(phase, node.symbol, one, Scalar(other), target)
-        elif not one.type.shape:
-            self._from_number(phase, node.symbol, Scalar(one), other, target)
-        elif one is other:
+        elif not right.type.shape:
+            self._tensor_with_number(phase, node.symbol, left, Scalar(right), target)
+        elif not left.type.shape:
+            self._number_with_tensor(phase, node.symbol, Scalar(left), right, target)
+        elif left is right:
             scratch = self._register(node)
-            phase.add(Operation.COPY, scratch, self._place[one])
-            self._copy(phase, target, one)
+            phase.add(Operation.COPY, scratch, self._location[left])
+            self._copy(phase, target, left)
             phase.add(IN_PLACE[node.symbol], target, scratch)
             self._free.append(scratch)
-        elif self._place[other] == target:
-            phase.add(FROM_RIGHT[node.symbol], target, self._place[one])
+        elif self._location[right] == target:
+            phase.add(FROM_RIGHT[node.symbol], target, self._location[left])
         else:
-            self._copy(phase, target, one)
-            phase.add(IN_PLACE[node.symbol], target, self._place[other])
+            self._copy(phase, target, left)
+            phase.add(IN_PLACE[node.symbol], target, self._location[right])
 
-    def _with_number(self, phase: Phase, symbol: str, one: Expression, number: Scalar, target: int) -> None:
+    def _tensor_with_number(self, phase: Phase, symbol: str, tensor: Expression, number: Scalar, target: int) -> None:
         """tensor symbol number."""
-        self._copy(phase, target, one)
+        self._copy(phase, target, tensor)
         if symbol == "*":
             phase.add(Operation.SCALE, target, 0, number)
         elif symbol == "/":  # not times its reciprocal: that rounds in another way
-            self._by_filled(phase, Operation.DIVIDE, target, number)
+            self._with_filled_register(phase, Operation.DIVIDE, target, number)
         else:
             phase.add(Operation.ADD_SCALAR, target, 0, number._replace(negated=symbol == "-"))
 
-    def _from_number(self, phase: Phase, symbol: str, number: Scalar, other: Expression, target: int) -> None:
+    def _number_with_tensor(self, phase: Phase, symbol: str, number: Scalar, tensor: Expression, target: int) -> None:
         """number symbol tensor."""
         if symbol in "+*":
-            self._with_number(phase, symbol, other, number, target)
+            self._tensor_with_number(phase, symbol, tensor, number, target)
             return
-        self._copy(phase, target, other)
-        self._by_filled(phase, FROM_RIGHT[symbol], target, number)
+        self._copy(phase, target, tensor)
+        self._with_filled_register(phase, FROM_RIGHT[symbol], target, number)
 
-    def _by_filled(self, phase: Phase, operation: Operation, target: int, number: Scalar) -> None:
+    def _with_filled_register(self, phase: Phase, operation: Operation, target: int, number: Scalar) -> None:
         """An operation with an array of one number."""
         if not self._free:
             raise UsageError(NO_REGISTER)
@@ -346,60 +348,60 @@ class _Lowering:
 
     def _compare(self, phase: Phase, node: Arithmetic, target: int) -> None:
         large, small = node.operands if node.symbol == ">" else reversed(node.operands)
-        places, borrowed = self._arrays(phase, [large, small], target)
-        if places[1] == target:
+        locations, borrowed = self._arrays(phase, [large, small], target)
+        if locations[1] == target:
             scratch = self._register(node)
             borrowed.append(scratch)
             phase.add(Operation.COPY, scratch, target)
-            places[1] = scratch
-        if places[0] != target:
-            phase.add(Operation.COPY, target, places[0])
-        phase.add(Operation.GREATER, target, places[1])
+            locations[1] = scratch
+        if locations[0] != target:
+            phase.add(Operation.COPY, target, locations[0])
+        phase.add(Operation.GREATER, target, locations[1])
         self._free += borrowed
 
     def _choose(self, phase: Phase, node: Ite, target: int) -> None:
-        condition, one, other = node.operands
-        places, borrowed = self._arrays(phase, [condition, one, other], -1)
-        result = target if target not in places[1:] and places[1] != places[2] else self._register(node)
-        if places[0] != result:
-            phase.add(Operation.COPY, result, places[0])
-        if places[1] == places[2]:
-            phase.add(Operation.COPY, result, places[1])
+        condition, if_true, if_false = node.operands
+        locations, borrowed = self._arrays(phase, [condition, if_true, if_false], -1)
+        result = target if target not in locations[1:] and locations[1] != locations[2] else self._register(node)
+        if locations[0] != result:
+            phase.add(Operation.COPY, result, locations[0])
+        if locations[1] == locations[2]:
+            phase.add(Operation.COPY, result, locations[1])
         else:
-            phase.add(Operation.SELECT, result, places[1], third=places[2])
+            phase.add(Operation.SELECT, result, locations[1], third=locations[2])
         if result != target:
             phase.add(Operation.COPY, target, result)
             borrowed.append(result)
         self._free += borrowed
 
     def _arrays(self, phase: Phase, nodes: Sequence[Expression], target: int) -> tuple[list[int], list[int]]:
-        """The places of operands as arrays, numbers in registers of their own; and those registers."""
-        places, borrowed = list[int](), list[int]()
+        """The locations of operands as arrays, with numbers in registers of their own; and those registers."""
+        locations, borrowed = list[int](), list[int]()
         for node in nodes:
             if node.type.shape:
-                places.append(self._place[node])
+                locations.append(self._location[node])
                 continue
             scratch = self._register(node)
             phase.add(Operation.FILL, scratch, 0, Scalar(node))
-            places.append(scratch)
+            locations.append(scratch)
             borrowed.append(scratch)
-        return places, borrowed
+        return locations, borrowed
 
     def _finish(self, phase: Phase) -> None:
         """Give updated tensors their new values, and all ranks the result."""
-        result = self._place[self._gather.operands[0]]
-        moves = [(self._place[update.tensor], self._value_of(update)) for update in self._stage.updates]
-        moves = [(to, place) for to, place in moves if to != place]
-        if {to for to, _ in moves} & {place for _, place in moves}:
+        result = self._location[self._gather.operands[0]]
+        moves = [(self._location[update.tensor], self._value_of(update)) for update in self._stage.updates]
+        moves = [(to, location) for to, location in moves if to != location]
+        if {to for to, _ in moves} & {location for _, location in moves}:
             raise UsageError(f"{self._pipeline.name} exchanges tensors: let it compute something in between")
         if result != 0:
             moves.append((0, result))
-        for to, place in moves:
-            phase.add(Operation.COPY, to, place)
+        for to, location in moves:
+            phase.add(Operation.COPY, to, location)
 
     def _value_of(self, update: Update) -> int:
         value = update.value
-        return self._place[value.operands[0] if isinstance(value, AllGather) else value]
+        return self._location[value.operands[0] if isinstance(value, AllGather) else value]
 
 
 class Scalar(NamedTuple):
@@ -410,7 +412,7 @@ class Scalar(NamedTuple):
 
     @property
     def key(self) -> tuple[object, bool]:
-        """The same for equal ones."""
+        """A key that is equal for equal scalars."""
         return (self.node.array.tobytes() if isinstance(self.node, Constant) else self.node), self.negated
 
 
@@ -423,16 +425,16 @@ class Phase:
     totals: list[WholeReduction] = field(default_factory=list)
 
     def add(self, operation: Operation, target: int, operand: int = 0, *scalars: Scalar, third: int = 0) -> None:
-        place = self._place_of(list(scalars)) if scalars else third
-        self.code.append((operation, target, operand, place))
+        location = self._index_of(list(scalars)) if scalars else third
+        self.code.append((operation, target, operand, location))
 
-    def _place_of(self, wanted: list[Scalar]) -> int:
-        """The place of these scalars, one behind the other."""
-        for at in range(len(self.scalars) - len(wanted) + 1):
-            if [scalar.key for scalar in self.scalars[at : at + len(wanted)]] == [scalar.key for scalar in wanted]:
+    def _index_of(self, scalars: list[Scalar]) -> int:
+        """The index of these scalars, one behind the other; they are added if needed."""
+        for at in range(len(self.scalars) - len(scalars) + 1):
+            if [scalar.key for scalar in self.scalars[at : at + len(scalars)]] == [scalar.key for scalar in scalars]:
                 return at
-        self.scalars += wanted
-        return len(self.scalars) - len(wanted)
+        self.scalars += scalars
+        return len(self.scalars) - len(scalars)
 
     @property
     def sizes(self) -> list[tuple[str, int, int]]:
@@ -474,21 +476,21 @@ class Mixing:
         self._pipeline, self._phase_of, self._updated = pipeline, phase_of, updated
         self.mixes, self.absorbed = dict[Expression, FusedInstruction](), set[Expression]()
         for node in reversed(pipeline.nodes):
-            if node not in self.absorbed and (mix := self._combined(node)) is not None:
+            if node not in self.absorbed and (mix := self._combine(node)) is not None:
                 self.mixes[node] = mix
                 self.absorbed.update(mix.absorbed)
 
-    def _combined(self, node: Expression) -> FusedInstruction | None:
+    def _combine(self, node: Expression) -> FusedInstruction | None:
         """`a * x + b * y`, `a * x + b * (y * y)`, `x + b * y` or `x - b * y` as one instruction, if `node` is that."""
         if not isinstance(node, Arithmetic) or node.symbol not in "+-" or not all(x.type.shape for x in node.operands):
             return None
-        one, other = node.operands
-        if one is other:
+        left, right = node.operands
+        if left is right:
             return None
-        first, second = self._scaled(one, node), self._scaled(other, node)
+        first, second = self._scaled(left, node), self._scaled(right, node)
         if node.symbol == "+" and first and second:
             if self._updates(node, second.tensor):
-                first, second, one, other = second, first, other, one
+                first, second, left, right = second, first, right, left
             square = self._squared(second.tensor, second.product)
             absorbed = [first.product, second.product, *([second.tensor] if square is not None else [])]
             operation = Operation.MIX if square is None else Operation.MIX_SQUARE
@@ -499,29 +501,29 @@ class Mixing:
                 operation, first.tensor, operand, (Scalar(first.number), Scalar(second.number)), absorbed
             )
         if node.symbol == "+" and first and not second:
-            one, second = other, first
-        if second is None or second.tensor is one:
+            left, second = right, first
+        if second is None or second.tensor is left:
             return None
         number = Scalar(second.number, negated=node.symbol == "-")
-        return FusedInstruction(Operation.ADD_SCALED, one, second.tensor, (number,), [second.product])
+        return FusedInstruction(Operation.ADD_SCALED, left, second.tensor, (number,), [second.product])
 
     def _updates(self, node: Expression, tensor: Expression) -> bool:
         return node in self._updated and self._updated[node].tensor is tensor
 
     def _is_inner(self, node: Expression, user: Expression) -> bool:
         """Whether only `user` needs it, in the same phase."""
-        same = self._phase_of[node] == self._phase_of[user]
-        others = [other for other in self._pipeline.users[node] if other is not user]
-        return same and not others and node not in self._updated and node not in self._pipeline.outputs
+        is_same_phase = self._phase_of[node] == self._phase_of[user]
+        other_users = [candidate for candidate in self._pipeline.users[node] if candidate is not user]
+        return is_same_phase and not other_users and node not in self._updated and node not in self._pipeline.outputs
 
     def _scaled(self, node: Expression, user: Expression) -> Scaled | None:
         """The parts of `number * tensor`."""
         if not isinstance(node, Arithmetic) or node.symbol != "*" or not self._is_inner(node, user):
             return None
-        one, other = node.operands
-        if bool(one.type.shape) == bool(other.type.shape):
+        left, right = node.operands
+        if bool(left.type.shape) == bool(right.type.shape):
             return None
-        return Scaled(node, other, one) if one.type.shape else Scaled(node, one, other)
+        return Scaled(node, right, left) if left.type.shape else Scaled(node, left, right)
 
     def _squared(self, node: Expression, user: Expression) -> Expression | None:
         """The tensor of `tensor * tensor`."""

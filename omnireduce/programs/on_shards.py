@@ -24,7 +24,7 @@ from omnireduce.programs.lowering import Lowered, Phase, lowered
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
-from omnireduce.programs.runner import given_alike
+from omnireduce.programs.runner import agreement_terms
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.shared_errors import told_to_others
@@ -43,7 +43,7 @@ def runs_on_shards(pipeline: Pipeline) -> bool:
     return True
 
 
-def given_in_runs(pipeline: Pipeline, lowered: Lowered) -> list[Input]:
+def run_inputs(pipeline: Pipeline, lowered: Lowered) -> list[Input]:
     """The inputs that each run is given: numbers, and what is reduced. The shards keep the others."""
     return [input_node for input_node in pipeline.inputs if input_node not in lowered.columns]
 
@@ -68,11 +68,11 @@ class OnShards:
     ) -> None:
         self._pipeline, self._lazy, self._lowered = pipeline, lazy, lowered(pipeline)
         self._tensors = [column for column in self._lowered.columns if isinstance(column, Tensor)]
-        self._given = given_in_runs(pipeline, self._lowered)
+        self._run_inputs = run_inputs(pipeline, self._lowered)
         name = name or re.sub("[^A-Za-z0-9.-]", "-", pipeline.name)
-        arrays = run_agreed(comm, f"{name}.values", lambda: self._placed(comm, values))
-        alike = given_alike(pipeline, self._seat.sizes, arrays.items())
-        check_agreement(comm, [("lazy", str(lazy)), *alike], f"{name}.inputs")
+        arrays = run_agreed(comm, f"{name}.values", lambda: self._arrays_of_rank(comm, values))
+        terms = agreement_terms(pipeline, self._placement.sizes, arrays.items())
+        check_agreement(comm, [("lazy", str(lazy)), *terms], f"{name}.inputs")
         state_bytes = comm.state_bytes([(self._elements, self._block_size)], len(self._lowered.columns))
         # Without state the ranks of a host would sum in memory, where no program runs.
         self._group = comm.create_group(name=name, state_bytes=max(1, state_bytes))
@@ -83,17 +83,17 @@ class OnShards:
             self.close()
             raise
 
-    def _placed(self, comm: Communicator, values: Mapping[str, Any]) -> dict[Tensor, Array]:
+    def _arrays_of_rank(self, comm: Communicator, values: Mapping[str, Any]) -> dict[Tensor, Array]:
         """This rank's arrays. Raises UsageError."""
         pipeline, sizes = self._pipeline, sizes_in(self._pipeline.nodes)
         check_names(values, [input_node.name for input_node in (*self._tensors, *sizes)], f"{pipeline.name} on shards")
-        placement = self._seat = RankPlacement(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
+        placement = self._placement = RankPlacement(comm.rank, comm.size, bound_sizes(sizes, self._tensors, values))
         arrays = {tensor: input_value(tensor, values, placement) for tensor in self._tensors}
         self._results = self._arrays_of_result(arrays)
         self._shape = placement.shape(self._lowered.reduced.type.shape)
         self._elements = int(np.prod(self._shape))
-        most_work = max((work_of(_code_of(phase)) for phase in self._lowered.phases), default=1)
-        self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS, STEP_WORK // max(1, most_work))
+        max_work = max((work_of(_code_of(phase)) for phase in self._lowered.phases), default=1)
+        self._block_size = min(comm.config.protocol.block_size, PROGRAM_ELEMENTS, STEP_WORK // max(1, max_work))
         if self._lazy and (not self._results or len(self._lowered.phases) > 1):
             raise UsageError(f"{pipeline.name} cannot be lazy: it has norms, or updates no tensor with its result")
         return arrays
@@ -114,8 +114,8 @@ class OnShards:
         code.store(self._operand(tensor))
         whole = np.zeros(self._shape, np.float32)
         if tensor.type.layout.is_sliced:
-            self._seat.part(whole, tensor.type.layout)[...] = array
-        elif self._seat.rank == 0:
+            self._placement.part(whole, tensor.type.layout)[...] = array
+        elif self._placement.rank == 0:
             whole[...] = array
         program = self._program(code, returns=False)
         self._group.fused_allreduce(whole, program, out=np.empty_like(whole), block_size=self._block_size)
@@ -127,54 +127,56 @@ class OnShards:
         return code.program(STATE, len(self._lowered.columns), 0, every_block=True, returns=returns)
 
     def run(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """One run, as all ranks make it. `values`: by name the tensor that is reduced, and all numbers.
+        """Make one run. All ranks call this. `values`: by name the tensor that is reduced, and all numbers.
 
-        Returns the outputs by name that are here: the result, and numbers. What shards keep, `tensor` fetches. Raises
-        UsageError for values that do not fit; otherwise what the collectives raise: then shards may have computed a
-        part, and nothing that they keep is of use any more.
+        Returns the outputs by name that are here: the result, and numbers. The method `tensor` fetches the state of the
+        shards. Raises UsageError for values that do not fit; otherwise what the collectives raise: then shards may have
+        computed a part, and nothing that they keep is of use any more.
         """
         with told_to_others(self._group):
-            check_names(values, [input_node.name for input_node in self._given], f"a run of {self._pipeline.name}")
-            known: dict[Expression, Array] = {
-                input_node: input_value(input_node, values, self._seat) for input_node in self._given
+            check_names(values, [input_node.name for input_node in self._run_inputs], f"a run of {self._pipeline.name}")
+            computed: dict[Expression, Array] = {
+                input_node: input_value(input_node, values, self._placement) for input_node in self._run_inputs
             }
-            x = np.ascontiguousarray(known[self._lowered.reduced]).reshape(self._shape)
-        out, *others = self._results.values() or [np.empty(self._shape, np.float32)]
+            x = np.ascontiguousarray(computed[self._lowered.reduced]).reshape(self._shape)
+        out, *other_arrays = self._results.values() or [np.empty(self._shape, np.float32)]
         for at, phase in enumerate(self._lowered.phases):
             is_last = at == len(self._lowered.phases) - 1
-            program = self._phase(phase, known, returns=is_last)
-            done = self._group.fused_allreduce(None if at else x, program, out=out, block_size=self._block_size)
-            for node, total in zip(phase.totals, done.totals, strict=True):
-                known[node] = node.finish(np.asarray(total).reshape(1)).reshape(())
-        for array in others:
+            program = self._phase(phase, computed, returns=is_last)
+            result = self._group.fused_allreduce(None if at else x, program, out=out, block_size=self._block_size)
+            for node, total in zip(phase.totals, result.totals, strict=True):
+                computed[node] = node.finish(np.asarray(total).reshape(1)).reshape(())
+        for array in other_arrays:
             array[...] = out
-        return self._outputs(out, known)
+        return self._outputs(out, computed)
 
-    def _phase(self, phase: Phase, known: dict[Expression, Array], *, returns: bool) -> BlockProgram:
+    def _phase(self, phase: Phase, computed: dict[Expression, Array], *, returns: bool) -> BlockProgram:
         scalars = []
         for scalar in phase.scalars:
-            number = float(self._number(scalar.node, known))
+            number = float(self._number(scalar.node, computed))
             scalars.append(-number if scalar.negated else number)
         return BlockProgram(
             STATE, len(self._lowered.columns), 0, _code_of(phase), packed(*scalars),
             every_block=not self._lazy, totals=len(phase.totals), returns=returns,
         )  # fmt: skip
 
-    def _number(self, node: Expression, known: dict[Expression, Array]) -> Array:
+    def _number(self, node: Expression, computed: dict[Expression, Array]) -> Array:
         """The value of a node without dimensions, from numbers that are known."""
         if isinstance(node, Constant):
             return node.array
-        if node not in known:
-            known[node] = compute(node, [self._number(operand, known) for operand in node.operands], self._seat)
-        return known[node]
+        if node not in computed:
+            computed[node] = compute(
+                node, [self._number(operand, computed) for operand in node.operands], self._placement
+            )
+        return computed[node]
 
-    def _outputs(self, out: Array, known: dict[Expression, Array]) -> dict[str, Any]:
+    def _outputs(self, out: Array, computed: dict[Expression, Array]) -> dict[str, Any]:
         outputs = dict[str, Any]()
         for name, node in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True):
             if node is self._lowered.gather or node in self._results:
                 outputs[name] = self._results.get(node, out)
             elif not node.type.shape:
-                outputs[name] = known[node] if isinstance(node, WholeReduction) else self._number(node, known)
+                outputs[name] = computed[node] if isinstance(node, WholeReduction) else self._number(node, computed)
         return outputs
 
     def tensor(self, name: str) -> Array:
@@ -182,14 +184,14 @@ class OnShards:
         with told_to_others(self._group):
             tensor = next((column for column in self._tensors if column.name == name), None)
             if tensor is None:
-                kept = ", ".join(column.name for column in self._tensors)
-                raise UsageError(f"the shards keep no {name!r}; they keep {kept}")
+                names = ", ".join(column.name for column in self._tensors)
+                raise UsageError(f"the shards keep no {name!r}; they keep {names}")
         code, fetched = Assembly(), np.zeros(self._shape, np.float32)
         code.fetch(self._operand(tensor))
         program = self._program(code, returns=True)
         self._group.fused_allreduce(None, program, out=fetched, block_size=self._block_size)
         is_cut = tensor.type.layout.is_sliced
-        return self._seat.part(fetched, tensor.type.layout).copy() if is_cut else fetched
+        return self._placement.part(fetched, tensor.type.layout).copy() if is_cut else fetched
 
     def close(self) -> None:
         """Give back what the shards keep."""

@@ -58,21 +58,21 @@ Summation, Multiplication = Reduction.SUMMATION, Reduction.MULTIPLICATION
 Maximum, Minimum = Reduction.MAXIMUM, Reduction.MINIMUM
 
 
-def check_reduction(found: Expression, reduction: object) -> Reduction:
-    """`reduction` itself. Raises UsageError unless it is one, and `found` has numbers to reduce."""
+def check_reduction(node: Expression, reduction: object) -> Reduction:
+    """`reduction` itself. Raises UsageError unless it is one, and `node` has numbers to reduce."""
     if not isinstance(reduction, Reduction):
-        raise found.refuse(f"{reduction!r}: expected Summation, Multiplication, Maximum or Minimum")
-    if found.operands[0].type.dtype == Bool:
-        raise found.refuse("the operand is bool: expected numbers; Cast it")
+        raise node.refuse(f"{reduction!r}: expected Summation, Multiplication, Maximum or Minimum")
+    if node.operands[0].type.dtype == Bool:
+        raise node.refuse("the operand is bool: expected numbers; Cast it")
     return reduction
 
 
-def moved(found: Expression) -> Layout:
+def moved_layout(node: Expression) -> Layout:
     """The layout of an operation of one operand. Raises UsageError where there is none."""
-    x = found.operands[0]
-    rule = MOVES[type(found).__name__][x.type.layout]
+    x = node.operands[0]
+    rule = MOVES[type(node).__name__][x.type.layout]
     if not isinstance(rule, Layout):
-        raise found.refuse(f"{short(x)} is {x.type.layout.value}: {rule}")
+        raise node.refuse(f"{short(x)} is {x.type.layout.value}: {rule}")
     return rule
 
 
@@ -139,8 +139,8 @@ class MatMul(Expression):
 
 
 class WholeReduction(Expression):
-    """One number of all elements of a tensor. Of a sliced one the ranks combine what their parts give, so that all have
-    it. Sums of floats are kept in float64 and rounded once."""
+    """One number of all elements of a tensor. If the tensor is sliced, the ranks combine the results of their parts, so
+    that all have the number. Sums of floats are kept in float64 and rounded once."""
 
     reduction: Reduction
 
@@ -172,7 +172,7 @@ class Norm(WholeReduction):
         x = self.operands[0].type
         if x.dtype not in FLOATS:
             raise self.refuse(f"the operand is {x.dtype}: expected a float type; Cast it")
-        return Type(x.dtype, (), moved(self), x.group)
+        return Type(x.dtype, (), moved_layout(self), x.group)
 
     def partial(self, array: Array) -> Array:
         flat = array.astype(np.float64).reshape(-1)
@@ -192,7 +192,7 @@ class ReduceTensor(WholeReduction):
     def derive(self) -> Type:
         check_reduction(self, self.reduction)
         x = self.operands[0].type
-        return Type(x.dtype, (), moved(self), x.group)
+        return Type(x.dtype, (), moved_layout(self), x.group)
 
     def partial(self, array: Array) -> Array:
         flat = array.astype(self.partial_dtype).reshape(-1)

@@ -16,7 +16,7 @@ from omnireduce.programs.drawing import program_text
 from omnireduce.programs.expressions import Constant, Expression, Input, Pointwise, Tensor, short
 from omnireduce.programs.operations import Update
 from omnireduce.programs.placement import sizes_in
-from omnireduce.programs.source_lines import line_of_user, names_of_user, wrong
+from omnireduce.programs.source_lines import error_at, names_of_user, user_line
 from omnireduce.programs.stages import Compound, Stage, in_order, in_stages, users_of
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class Pipeline:
     `outputs`: what a run returns. A pipeline never changes: each rewrite returns another one. Its stages are known by
     name, and by the expression from which they come, however often they were rewritten.
 
-    A stage has the name of the variable that holds it where the pipeline is made; others are t1, t2, ... What is
-    element-wise and used once needs no name: it belongs to the stage that uses it. Outputs keep the names that they
-    have at first, whatever stage gives them later.
+    A stage has the name of the variable that holds it where the pipeline is made; others are t1, t2, ... An
+    element-wise operation that is used once needs no name: it belongs to the stage that uses it. Outputs keep the names
+    that they have at first, whatever stage gives them later.
 
     Raises UsageError, with the file and line, for inputs and outputs that do not belong together.
     """
@@ -56,10 +56,10 @@ class Pipeline:
         self.name = name
         self._handles: dict[Expression, Expression] = {}
         if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
-            raise wrong(line_of_user(), f"name {name!r}: expected a text of 1 to {LONGEST_NAME} characters")
-        for what, values, example in (("inputs", inputs, "[g, w, lr]"), ("outputs", outputs, "[w1]")):
+            raise error_at(user_line(), f"name {name!r}: expected a text of 1 to {LONGEST_NAME} characters")
+        for label, values, example in (("inputs", inputs, "[g, w, lr]"), ("outputs", outputs, "[w1]")):
             if not isinstance(values, list | tuple):
-                raise wrong(line_of_user(), f"{what} is {values!r}: expected a list, such as {example}")
+                raise error_at(user_line(), f"{label} is {values!r}: expected a list, such as {example}")
         _check_outputs(outputs)
         _check_inputs(name, inputs, outputs)
         written = names_of_user()
@@ -80,16 +80,16 @@ class Pipeline:
         self.names = self._all_names(names)
         self.stages = tuple(in_stages(self.nodes, self.compounds, self.names))
 
-    def _all_names(self, wanted: Mapping[Expression, str]) -> dict[Expression, str]:
+    def _all_names(self, user_names: Mapping[Expression, str]) -> dict[Expression, str]:
         """The names of inputs and of all stages."""
         names: dict[Expression, str] = {input_node: input_node.name for input_node in self.inputs}
         names |= {size: size.name for size in sizes_in(self.inputs)}
-        taken = set(names.values()) | set(wanted.values())
+        taken = set(names.values()) | set(user_names.values())
         count = 0
         for node in self.nodes:
             if isinstance(node, Input | Constant):
                 continue
-            name = wanted.get(node)
+            name = user_names.get(node)
             if name is None and self._needs_name(node):
                 while name is None or name in taken:
                     count += 1
@@ -138,12 +138,12 @@ class Pipeline:
     ) -> Pipeline:
         """This program with each expression replaced as `changes` say. `outputs`: where they are replaced otherwise;
         `names`: of new expressions; `program`: another name for all of it."""
-        made = Pipeline.__new__(Pipeline)
-        made.name, made.output_names = program or self.name, self.output_names
-        kept = {changes.get(node, node): name for node, name in self.names.items() if not isinstance(node, Input)}
-        made._handles = {handle: changes.get(now, now) for handle, now in self._handles.items()}
-        for old, now in changes.items():
-            made._handles.setdefault(old, now)
+        pipeline = Pipeline.__new__(Pipeline)
+        pipeline.name, pipeline.output_names = program or self.name, self.output_names
+        kept_names = {changes.get(node, node): name for node, name in self.names.items() if not isinstance(node, Input)}
+        pipeline._handles = {handle: changes.get(new, new) for handle, new in self._handles.items()}
+        for old, new in changes.items():
+            pipeline._handles.setdefault(old, new)
         if compounds is None:
             compounds = [
                 compound.mapped({node: changes.get(node, node) for node in compound.nodes})
@@ -152,13 +152,13 @@ class Pipeline:
         inputs = [changes.get(input_node, input_node) for input_node in self.inputs]
         if outputs is None:
             outputs = [changes.get(output, output) for output in self.outputs]
-        made._set(
+        pipeline._set(
             [input_node for input_node in inputs if isinstance(input_node, Input)],
             outputs,
             compounds,
-            {**kept, **(names or {})},
+            {**kept_names, **(names or {})},
         )
-        return made
+        return pipeline
 
     @property
     def known_values(self) -> set[str]:
@@ -168,8 +168,8 @@ class Pipeline:
     @property
     def groups(self) -> int:
         """The number of groups of ranks that the program is for."""
-        sent = [node.to for node in self.nodes if isinstance(node, Send)]
-        return 1 + max([0, *sent, *(input_node.type.group or 0 for input_node in self.inputs)])
+        target_groups = [node.to for node in self.nodes if isinstance(node, Send)]
+        return 1 + max([0, *target_groups, *(input_node.type.group or 0 for input_node in self.inputs)])
 
     @property
     def least_ranks(self) -> int:
@@ -274,12 +274,12 @@ class Pipeline:
 def _check_outputs(outputs: Sequence[Expression]) -> None:
     """Raises UsageError unless these are what stages compute, and no tensor would get two values."""
     if not outputs:
-        raise wrong(line_of_user(), "no outputs: expected what a run returns, such as [w1]")
+        raise error_at(user_line(), "no outputs: expected what a run returns, such as [w1]")
     for output in outputs:
         if not isinstance(output, Expression):
-            raise wrong(line_of_user(), f"{output!r} is {a_type(output)}; expected expressions as outputs")
+            raise error_at(user_line(), f"{output!r} is {a_type(output)}; expected expressions as outputs")
         if output.is_under_way or isinstance(output, Input | Constant):
-            raise wrong(output.place, f"an output is {short(output)}: expected what a stage computes")
+            raise error_at(output.source_line, f"an output is {short(output)}: expected what a stage computes")
     updated: dict[Tensor, Update] = {}
     for node in in_order(outputs):
         if isinstance(node, Update) and updated.setdefault(node.tensor, node) is not node:
@@ -288,21 +288,23 @@ def _check_outputs(outputs: Sequence[Expression]) -> None:
 
 def _check_inputs(program: str, inputs: Sequence[Input], outputs: Sequence[Expression]) -> None:
     """Raises UsageError unless these are all that the outputs need, and each has a name of its own."""
-    place, nodes = line_of_user(), in_order(outputs)
+    source_line, nodes = user_line(), in_order(outputs)
     for input_node in inputs:
         if not isinstance(input_node, Input):
-            raise wrong(place, f"an input is {input_node!r}: expected Tensors and Variables")
+            raise error_at(source_line, f"an input is {input_node!r}: expected Tensors and Variables")
         if inputs.count(input_node) > 1:
-            raise wrong(place, f"{input_node.name} is an input twice; expected once")
+            raise error_at(source_line, f"{input_node.name} is an input twice; expected once")
         if input_node not in nodes:
-            raise wrong(place, f"{input_node.name} is an input, but the outputs do not need it: leave it out")
+            raise error_at(source_line, f"{input_node.name} is an input, but the outputs do not need it: leave it out")
     for used in nodes:
         if isinstance(used, Input) and used not in inputs:
-            raise wrong(used.place, f"{used.name} is used, but is not among the inputs of {program}")
+            raise error_at(used.source_line, f"{used.name} is used, but is not among the inputs of {program}")
     named: dict[str, Expression] = {}
     for known in (*inputs, *sizes_in(nodes)):
         if named.setdefault(known.name, known) is not known:
-            raise wrong(known.place, f"there is another {known.name}: expected one name for each input and size")
+            raise error_at(
+                known.source_line, f"there is another {known.name}: expected one name for each input and size"
+            )
 
 
 def _unique(name: str, taken: set[str]) -> str:

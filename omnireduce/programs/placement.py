@@ -105,11 +105,11 @@ def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values:
     """The sizes of dimensions: those given by name, and those that follow from whole arrays of `inputs`. Raises
     UsageError if a dimension has two different sizes, or none."""
     bound: dict[Variable, int] = {}
-    said: dict[Variable, str] = {}
+    origins: dict[Variable, str] = {}
     tensors = [input_node for input_node in inputs if isinstance(input_node, Tensor)]
     for size in sizes:
         if size.name in values:
-            bound[size], said[size] = size_value(values[size.name], size.name), "as given"
+            bound[size], origins[size] = size_value(values[size.name], size.name), "as given"
     for tensor in tensors:
         array = values.get(tensor.name)
         if not isinstance(array, np.ndarray) or array.ndim != len(tensor.type.shape):
@@ -117,11 +117,11 @@ def bound_sizes(sizes: Sequence[Variable], inputs: Sequence[Expression], values:
         for axis, dimension in enumerate(tensor.type.shape):
             is_cut = tensor.type.layout.is_sliced and tensor.type.layout.axis(array.ndim) == axis
             if isinstance(dimension, Variable) and not is_cut:
-                here = array.shape[axis]
-                if bound.setdefault(dimension, here) != here:
-                    other = f"{bound[dimension]} {said[dimension]}"
-                    raise UsageError(f"{dimension.name} is {here} in {tensor.name}, and {other}: expected one size")
-                said.setdefault(dimension, f"in {tensor.name}")
+                length = array.shape[axis]
+                if bound.setdefault(dimension, length) != length:
+                    other = f"{bound[dimension]} {origins[dimension]}"
+                    raise UsageError(f"{dimension.name} is {length} in {tensor.name}, and {other}: expected one size")
+                origins.setdefault(dimension, f"in {tensor.name}")
     for size in sizes:
         if size not in bound:
             raise UsageError(f"the size {size.name} follows from no whole array: give it as '{size.name}'")
@@ -135,25 +135,25 @@ def size_value(value: object, name: str) -> int:
     return int(value)
 
 
-def input_value(each: Input, values: Mapping[str, Any], placement: RankPlacement) -> Array:
+def input_value(input_node: Input, values: Mapping[str, Any], placement: RankPlacement) -> Array:
     """A rank's value for an input, as an array. A size that is used as a number need not be given. Raises UsageError
     for a value that is missing or does not fit."""
-    name = each.name
-    value = values.get(name, placement.sizes.get(each) if isinstance(each, Variable) else None)
+    name = input_node.name
+    value = values.get(name, placement.sizes.get(input_node) if isinstance(input_node, Variable) else None)
     if value is None:
-        raise UsageError(f"no value for {name}: expected {each.type}")
-    if isinstance(each, Variable):
-        return number_value(value, each.type, name)
+        raise UsageError(f"no value for {name}: expected {input_node.type}")
+    if isinstance(input_node, Variable):
+        return number_value(value, input_node.type, name)
     if not isinstance(value, np.ndarray):
-        raise UsageError(f"{name} is {a_type(value)}; expected a numpy.ndarray, {each.type}")
-    if value.dtype != each.type.dtype:
-        raise UsageError(f"{name} is an array of {value.dtype}; expected {each.type}")
-    shape = placement.own_shape(each.type)
+        raise UsageError(f"{name} is {a_type(value)}; expected a numpy.ndarray, {input_node.type}")
+    if value.dtype != input_node.type.dtype:
+        raise UsageError(f"{name} is an array of {value.dtype}; expected {input_node.type}")
+    shape = placement.own_shape(input_node.type)
     if value.shape != shape:
-        part = f", part {placement.rank} of {placement.ranks} of {list(placement.shape(each.type.shape))}"
+        part = f", part {placement.rank} of {placement.ranks} of {list(placement.shape(input_node.type.shape))}"
         raise UsageError(
             f"{name} has the shape {list(value.shape)}; expected {list(shape)}"
-            f"{part if each.type.layout.is_sliced else ''}: {each.type}"
+            f"{part if input_node.type.layout.is_sliced else ''}: {input_node.type}"
         )
     return value
 
@@ -161,12 +161,12 @@ def input_value(each: Input, values: Mapping[str, Any], placement: RankPlacement
 def number_value(value: Any, kind: Type, name: str) -> Array:
     """The value of a Variable, as an array without dimensions. Raises UsageError if it does not fit."""
     integer = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    wanted = "an integer" if kind.dtype.kind in "iu" else "a number"
+    expected = "an integer" if kind.dtype.kind in "iu" else "a number"
     fits = integer or (kind.dtype.kind not in "iub" and isinstance(value, float | np.floating))
     if kind.dtype.kind == "b":
-        fits, wanted = isinstance(value, bool | np.bool_), "True or False"
+        fits, expected = isinstance(value, bool | np.bool_), "True or False"
     if not fits:
-        raise UsageError(f"{name} is {value!r}, {a_type(value)}; expected {wanted}: {kind.dtype}")
+        raise UsageError(f"{name} is {value!r}, {a_type(value)}; expected {expected}: {kind.dtype}")
     try:
         return number_array(value, kind.dtype)
     except OverflowError:

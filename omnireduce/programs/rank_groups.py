@@ -77,7 +77,7 @@ class JobResources:
 
     def __init__(self, comm: Communicator) -> None:
         self._formation = comm.formation
-        self._made: dict[str, Communicator] = {}
+        self._communicators: dict[str, Communicator] = {}
         self._rooms: weakref.WeakKeyDictionary[Pipeline, Rooms] = weakref.WeakKeyDictionary()
 
     def is_for(self, comm: Communicator) -> bool:
@@ -87,7 +87,7 @@ class JobResources:
     @property
     def communicators(self) -> list[Communicator]:
         """The communicators that were made so far."""
-        return list(self._made.values())
+        return list(self._communicators.values())
 
     def rooms(self, pipeline: Pipeline) -> Rooms:
         """The rooms of a program, as long as it lives."""
@@ -110,12 +110,12 @@ class JobResources:
 
     def has(self, name: str) -> bool:
         """Whether there is a communicator of this name already."""
-        return name in self._made
+        return name in self._communicators
 
     def _create(self, comm: Communicator, ranks: range | list[int], name: str) -> Communicator:
-        if name not in self._made:
-            self._made[name] = comm.create_group(ranks, name=name)
-        return self._made[name]
+        if name not in self._communicators:
+            self._communicators[name] = comm.create_group(ranks, name=name)
+        return self._communicators[name]
 
 
 def _name_of_pair(groups: int, source: int, target: int, at: int) -> str:
@@ -125,39 +125,39 @@ def _name_of_pair(groups: int, source: int, target: int, at: int) -> str:
 class WaitingRanks(NamedTuple):
     """The ranks that wait, or will wait, for this rank of `comm` when it runs a program for several groups."""
 
-    meeting: JobResources
+    resources: JobResources
     comm: Communicator
     pipeline: Pipeline
 
     def refuse(self, error: Exception) -> None:
         """Let them know that this rank does not run the program: in the groups that there are, see
         `Communicator.refuse`, and in those that the program would have made with this rank."""
-        for communicator in self.meeting.communicators:
+        for communicator in self.resources.communicators:
             communicator.refuse(UsageError(str(error)))  # each is told of one of its own
         groups = self.pipeline.groups
         group, at = divmod(self.comm.rank, self.comm.size // groups) if self.comm.size >= groups else (groups, 0)
-        ways = {(node.source, node.to) for node in self.pipeline.nodes if isinstance(node, Send)}
-        for way in sorted(ways):
-            name = _name_of_pair(groups, *way, at)
-            if group in way and not self.meeting.has(name):
+        pairs = {(node.source, node.to) for node in self.pipeline.nodes if isinstance(node, Send)}
+        for pair in sorted(pairs):
+            name = _name_of_pair(groups, *pair, at)
+            if group in pair and not self.resources.has(name):
                 self.comm.refuse_group(error, name=name, size=2)
 
 
-_meetings: weakref.WeakKeyDictionary[Communicator, JobResources] = weakref.WeakKeyDictionary()
+_resources: weakref.WeakKeyDictionary[Communicator, JobResources] = weakref.WeakKeyDictionary()
 
 
-def meeting_of(comm: Communicator) -> JobResources:
+def resources_of(comm: Communicator) -> JobResources:
     """The one of this communicator."""
-    meeting = _meetings.get(comm)
-    if meeting is None or not meeting.is_for(comm):
-        meeting = _meetings[comm] = JobResources(comm)
-    return meeting
+    resources = _resources.get(comm)
+    if resources is None or not resources.is_for(comm):
+        resources = _resources[comm] = JobResources(comm)
+    return resources
 
 
-def ranks_of_a_group(comm: Communicator, groups: int, least: int) -> int:
+def ranks_of_a_group(comm: Communicator, groups: int, minimum: int) -> int:
     """The number of ranks of a group. Raises UsageError where the job cannot be divided so."""
     size, rest = divmod(comm.size, groups)
-    if rest or size < least:
-        wanted = f"a multiple of {groups}" if groups > 1 else "more"
-        raise UsageError(f"{comm.size} ranks for {groups} groups of at least {least}: expected {wanted}")
+    if rest or size < minimum:
+        expected = f"a multiple of {groups}" if groups > 1 else "more"
+        raise UsageError(f"{comm.size} ranks for {groups} groups of at least {minimum}: expected {expected}")
     return size

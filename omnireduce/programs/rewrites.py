@@ -30,11 +30,12 @@ if TYPE_CHECKING:
     from omnireduce.programs.pipeline import Handle, Pipeline
 
 
-def called(pipeline: Pipeline, node: Expression) -> str:
+def describe(pipeline: Pipeline, node: Expression) -> str:
     """An expression, for a message: its name, its formula, and its file and line."""
     name = pipeline.names.get(node)
-    what = formula(node, pipeline.names)
-    return f"{f'{name} = ' if name and name != what else ''}{what} ({node.place.file}:{node.place.line})"
+    text = formula(node, pipeline.names)
+    prefix = f"{name} = " if name and name != text else ""
+    return f"{prefix}{text} ({node.source_line.file}:{node.source_line.line})"
 
 
 def reason(error: UsageError) -> str:
@@ -47,18 +48,20 @@ def compound_of(pipeline: Pipeline, node: Expression) -> Compound | None:
     return next((compound for compound in pipeline.compounds if node in compound.nodes), None)
 
 
-def check_single(pipeline: Pipeline, nodes: Iterable[Expression], what: str) -> None:
+def check_single(pipeline: Pipeline, nodes: Iterable[Expression], action: str) -> None:
     """Raises UsageError if one of `nodes` is part of a compound stage: how it runs is decided already."""
     for node in nodes:
         compound = compound_of(pipeline, node)
         if compound is not None:
-            raise UsageError(f"cannot {what} {called(pipeline, node)}: it is {title(compound)} already; do this before")
+            raise UsageError(
+                f"cannot {action} {describe(pipeline, node)}: it is {title(compound)} already; do this before"
+            )
 
 
-def stage_list(pipeline: Pipeline, stages: Sequence[Handle], what: str) -> list[Expression]:
+def stage_list(pipeline: Pipeline, stages: Sequence[Handle], action: str) -> list[Expression]:
     """The expressions that `stages` name. Raises UsageError unless it is a list of stages."""
     if isinstance(stages, str) or not isinstance(stages, Sequence) or not stages:
-        raise UsageError(f"cannot {what} {stages!r}: expected a list of stages, or of their names")
+        raise UsageError(f"cannot {action} {stages!r}: expected a list of stages, or of their names")
     return [pipeline[stage] for stage in stages]
 
 
@@ -68,12 +71,12 @@ def as_slice(pipeline: Pipeline, tensors: Sequence[Handle]) -> Pipeline:
     Callers of `run` give, and get, a part of each from now on. Raises UsageError for what is no Replicated tensor, and
     where something needs one of them whole: reorder that before the AllGather first.
     """
-    wanted = stage_list(pipeline, tensors, "slice")
+    chosen = stage_list(pipeline, tensors, "slice")
     changes: dict[Expression, Expression] = {}
-    for expression in wanted:
+    for expression in chosen:
         if not isinstance(expression, Tensor) or expression.type.layout is not Layout.REPLICATED:
             kind = "" if not isinstance(expression, Tensor) else f" is {expression.type.layout.value}"
-            raise UsageError(f"cannot slice {called(pipeline, expression)}{kind}: expected a Replicated tensor")
+            raise UsageError(f"cannot slice {describe(pipeline, expression)}{kind}: expected a Replicated tensor")
         try:
             changes[expression] = expression.with_layout(Sliced)
         except UsageError as error:
@@ -81,13 +84,13 @@ def as_slice(pipeline: Pipeline, tensors: Sequence[Handle]) -> Pipeline:
     for node in pipeline.nodes:
         if node not in changes:
             changes[node] = _rebuilt(pipeline, node, changes)
-    other = [node for node in pipeline.nodes if changes[node].type != node.type]
-    dropped = [node.value for node in pipeline.nodes if isinstance(node, Update) and node.tensor in wanted]
-    check_single(pipeline, [*other, *dropped], "slice what gives")
+    changed = [node for node in pipeline.nodes if changes[node].type != node.type]
+    dropped = [node.value for node in pipeline.nodes if isinstance(node, Update) and node.tensor in chosen]
+    check_single(pipeline, [*changed, *dropped], "slice what gives")
     for expression in pipeline.outputs:
-        if changes[expression].type.layout is not expression.type.layout and not _is_update_of(expression, wanted):
-            names = ", ".join(tensor.text(()) for tensor in wanted)
-            raise UsageError(f"cannot slice {names}: the output {called(pipeline, expression)} would come in parts")
+        if changes[expression].type.layout is not expression.type.layout and not _is_update_of(expression, chosen):
+            names = ", ".join(tensor.text(()) for tensor in chosen)
+            raise UsageError(f"cannot slice {names}: the output {describe(pipeline, expression)} would come in parts")
     return pipeline.changed(changes)
 
 
@@ -110,7 +113,7 @@ def _rebuilt(pipeline: Pipeline, node: Expression, changes: dict[Expression, Exp
             if changes.get(input_node, input_node) is not input_node
         ]
         raise UsageError(
-            f"cannot slice {', '.join(names)}: {called(pipeline, node)} needs the whole: {reason(error)}"
+            f"cannot slice {', '.join(names)}: {describe(pipeline, node)} needs the whole: {reason(error)}"
         ) from None
 
 
@@ -121,18 +124,18 @@ def split(pipeline: Pipeline, stage: Handle) -> Pipeline:
     """
     node = pipeline[stage]
     if not isinstance(node, AllReduce):
-        raise UsageError(f"cannot split {called(pipeline, node)}: expected an AllReduce")
+        raise UsageError(f"cannot split {describe(pipeline, node)}: expected an AllReduce")
     check_single(pipeline, [node], "split")
     try:
-        scattered = ReduceScatter(node.reduction, node.operands[0]).with_operands(node.operands, node.place)
+        scattered = ReduceScatter(node.reduction, node.operands[0]).with_operands(node.operands, node.source_line)
     except UsageError as error:
-        raise UsageError(f"cannot split {called(pipeline, node)}: {reason(error)}") from None
-    gathered = AllGather(scattered).with_operands([scattered], node.place)
+        raise UsageError(f"cannot split {describe(pipeline, node)}: {reason(error)}") from None
+    gathered = AllGather(scattered).with_operands([scattered], node.source_line)
     changes = rebuilt(pipeline.nodes, {node: gathered})
     return pipeline.changed(changes, names={scattered: f"{pipeline.names[node]}_rs"})
 
 
-MOST_CHUNKS = 1024
+MAX_CHUNKS = 1024
 
 
 def overlap(pipeline: Pipeline, stages: Sequence[Handle], *, chunks: int = 4) -> Pipeline:
@@ -141,28 +144,28 @@ def overlap(pipeline: Pipeline, stages: Sequence[Handle], *, chunks: int = 4) ->
     `stages`: the MatMul, and the AllReduce or ReduceScatter of its result, also one that is part of a fused AllReduce.
     Raises UsageError for other stages: those do not depend on one another chunk by chunk.
     """
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or not 2 <= chunks <= MOST_CHUNKS:
-        raise UsageError(f"chunks is {chunks!r}: expected an int from 2 to {MOST_CHUNKS}")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or not 2 <= chunks <= MAX_CHUNKS:
+        raise UsageError(f"chunks is {chunks!r}: expected an int from 2 to {MAX_CHUNKS}")
     nodes = stage_list(pipeline, stages, "overlap")
     products = [node for node in nodes if isinstance(node, MatMul)]
     reducers = [node for node in nodes if isinstance(node, AllReduce | ReduceScatter)]
     if len(products) != 1 or len(reducers) != 1 or len(nodes) != 2:
-        said = " and ".join(called(pipeline, node) for node in nodes)
+        names = " and ".join(describe(pipeline, node) for node in nodes)
         raise UsageError(
-            f"cannot overlap {said}: expected a MatMul and the AllReduce or ReduceScatter of its result, which follow "
+            f"cannot overlap {names}: expected a MatMul and the AllReduce or ReduceScatter of its result, which follow "
             "one another chunk by chunk"
         )
     [product], [reduction] = products, reducers
     if reduction.operands[0] is not product:
         raise UsageError(
-            f"cannot overlap {called(pipeline, product)} and {called(pipeline, reduction)}: a chunk of the one is not "
-            "made of a chunk of the other"
+            f"cannot overlap {describe(pipeline, product)} and {describe(pipeline, reduction)}: a chunk of the one is "
+            "not made of a chunk of the other"
         )
     check_single(pipeline, [product], "overlap")
-    others = [user for user in pipeline.users[product] if user is not reduction]
-    if others or product in pipeline.outputs:
-        why = f"{called(pipeline, others[0])} needs all of it" if others else "it is an output"
-        raise UsageError(f"cannot overlap {called(pipeline, product)}: {why}")
+    other_users = [user for user in pipeline.users[product] if user is not reduction]
+    if other_users or product in pipeline.outputs:
+        cause = f"{describe(pipeline, other_users[0])} needs all of it" if other_users else "it is an output"
+        raise UsageError(f"cannot overlap {describe(pipeline, product)}: {cause}")
     return _overlapped(pipeline, product, reduction, chunks)
 
 
@@ -183,20 +186,20 @@ def _overlapped(pipeline: Pipeline, product: MatMul, reduction: Expression, chun
 def reorder(pipeline: Pipeline, stages: Sequence[Handle], gather: Handle) -> Pipeline:
     """Compute `stages`, which depend on the AllGather `gather`, and all that lies between, on the parts before it.
 
-    What others need whole of them is gathered then, under their names and `_ag`. `gather` itself stays where something
-    else needs it. An Update among the stages takes its new value gathered, if its tensor is Replicated.
+    The results that other stages need whole are gathered then, under their names with `_ag`. `gather` itself stays
+    where something else needs it. An Update among the stages takes its new value gathered, if its tensor is Replicated.
 
     Raises UsageError where a stage does not depend on `gather`, or cannot be computed part by part.
     """
     node = pipeline[gather]
     if not isinstance(node, AllGather):
-        raise UsageError(f"cannot reorder over {called(pipeline, node)}: expected an AllGather")
-    wanted = stage_list(pipeline, stages, "reorder")
+        raise UsageError(f"cannot reorder over {describe(pipeline, node)}: expected an AllGather")
+    chosen = stage_list(pipeline, stages, "reorder")
     depending = reachable([node], pipeline.users)
-    for stage in wanted:
+    for stage in chosen:
         if stage not in depending:
-            raise UsageError(f"cannot reorder {called(pipeline, stage)}: it does not need {called(pipeline, node)}")
-    moved = between(pipeline.nodes, [node, *wanted]) - {node}
+            raise UsageError(f"cannot reorder {describe(pipeline, stage)}: it does not need {describe(pipeline, node)}")
+    moved = between(pipeline.nodes, [node, *chosen]) - {node}
     check_single(pipeline, [node, *moved], "reorder")
     return _Reordering(pipeline, node, moved).result()
 
@@ -236,11 +239,11 @@ class _Reordering:
     def _gather_part(self, part: Expression, node: Expression) -> Expression:
         """All of `part`, which `node` has become."""
         if part not in self._gathered:
-            made = AllGather(part).with_operands([part], node.place)
-            self._gathered[part] = made
+            gathered = AllGather(part).with_operands([part], node.source_line)
+            self._gathered[part] = gathered
             name = self._pipeline.names.get(node)
             if name is not None:
-                self._names[made] = f"{name}_ag"
+                self._names[gathered] = f"{name}_ag"
         return self._gathered[part]
 
     def _move(self, node: Expression) -> None:
@@ -251,15 +254,15 @@ class _Reordering:
             self._move_update(node, operands[1])
             return
         try:
-            made = node.with_operands(operands)
+            new_node = node.with_operands(operands)
         except UsageError as error:
             self._refuse(node, reason(error))
-        if made.type.layout.is_sliced:
-            self._parts[node] = made
-        elif made.type.layout is node.type.layout:
-            self._whole[node] = made
+        if new_node.type.layout.is_sliced:
+            self._parts[node] = new_node
+        elif new_node.type.layout is node.type.layout:
+            self._whole[node] = new_node
         else:
-            self._refuse(node, f"it would be {made.type.layout.value}, another one on each rank")
+            self._refuse(node, f"it would be {new_node.type.layout.value}, another one on each rank")
 
     def _move_update(self, node: Update, value: Expression) -> None:
         """Others that are moved take the new value in parts; the tensor takes it as it is kept."""
@@ -273,9 +276,9 @@ class _Reordering:
         except UsageError as error:
             self._refuse(node, reason(error))
 
-    def _refuse(self, node: Expression, why: str) -> NoReturn:
-        where = called(self._pipeline, self._gather)
-        raise UsageError(f"cannot reorder {called(self._pipeline, node)} over {where}: on parts, {why}")
+    def _refuse(self, node: Expression, cause: str) -> NoReturn:
+        gather_text = describe(self._pipeline, self._gather)
+        raise UsageError(f"cannot reorder {describe(self._pipeline, node)} over {gather_text}: on parts, {cause}")
 
 
 def fuse(pipeline: Pipeline, stages: Sequence[Handle]) -> Pipeline:
@@ -287,23 +290,23 @@ def fuse(pipeline: Pipeline, stages: Sequence[Handle]) -> Pipeline:
     nodes = _members(pipeline, stages, "fuse")
     for node in nodes:
         if not isinstance(node, Pointwise | Update):
-            raise UsageError(f"cannot fuse {called(pipeline, node)}: it is not done element by element")
+            raise UsageError(f"cannot fuse {describe(pipeline, node)}: it is not done element by element")
     shaped = [node for node in nodes if node.type.shape]
     computed = [node for node in shaped if isinstance(node, Pointwise)]
     if len(shaped) < 2 or not computed:
-        raise UsageError(f"cannot fuse {called(pipeline, nodes[-1])}: expected two operations on tensors at least")
+        raise UsageError(f"cannot fuse {describe(pipeline, nodes[-1])}: expected two operations on tensors at least")
     first = next((node for node in computed if node.type.layout is not Layout.REPLICATED), computed[0])
     members = set(nodes)
     for node in shaped:
-        kept = node.value.type if isinstance(node, Update) else node.type
+        kind = node.value.type if isinstance(node, Update) else node.type
         if first.type.layout.is_sliced and _is_used_in_parts(pipeline, node, members):
-            kept = kept._replace(layout=first.type.layout)
-        if (kept.shape, kept.layout, kept.group) != (first.type.shape, first.type.layout, first.type.group):
+            kind = kind._replace(layout=first.type.layout)
+        if (kind.shape, kind.layout, kind.group) != (first.type.shape, first.type.layout, first.type.group):
             raise UsageError(
-                f"cannot fuse {called(pipeline, first)} and {called(pipeline, node)}: one is {first.type}, the other "
-                f"{kept}; expected one shape and layout"
+                f"cannot fuse {describe(pipeline, first)} and {describe(pipeline, node)}: one is {first.type}, the "
+                f"other {kind}; expected one shape and layout"
             )
-    return _as_one_stage(pipeline, Fused(tuple(nodes)), "fuse")
+    return _add_compound(pipeline, Fused(tuple(nodes)), "fuse")
 
 
 def fuse_into(pipeline: Pipeline, stages: Sequence[Handle], operation: type[AllReduce] = AllReduce) -> Pipeline:
@@ -326,7 +329,7 @@ def fuse_into(pipeline: Pipeline, stages: Sequence[Handle], operation: type[AllR
         _check_member(pipeline, node, members)
     if not any(isinstance(node, AllGather) for node in nodes):
         raise UsageError("cannot fuse into an AllReduce without an AllGather: nothing would come back whole")
-    return _as_one_stage(pipeline, FusedAllReduce(tuple(nodes)), "fuse")
+    return _add_compound(pipeline, FusedAllReduce(tuple(nodes)), "fuse")
 
 
 def _check_member(pipeline: Pipeline, node: Expression, members: set[Expression]) -> None:
@@ -334,19 +337,21 @@ def _check_member(pipeline: Pipeline, node: Expression, members: set[Expression]
     leaves = node in pipeline.outputs or any(user not in members for user in pipeline.users[node])
     if leaves and node.type.shape and not isinstance(node, AllGather | Update):
         raise UsageError(
-            f"cannot fuse {called(pipeline, node)} into an AllReduce: it is needed outside, and not gathered"
+            f"cannot fuse {describe(pipeline, node)} into an AllReduce: it is needed outside, and not gathered"
         )
     if isinstance(node, ReduceScatter):
         return
     if not isinstance(node, Pointwise | Update | AllGather | WholeReduction):
-        raise UsageError(f"cannot fuse {called(pipeline, node)} into an AllReduce: expected element-wise stages")
+        raise UsageError(f"cannot fuse {describe(pipeline, node)} into an AllReduce: expected element-wise stages")
     if isinstance(node, AllGather | Update) and node.operands[-1] not in members:
-        raise UsageError(f"cannot fuse {called(pipeline, node)} into an AllReduce: what it takes is not computed there")
+        raise UsageError(
+            f"cannot fuse {describe(pipeline, node)} into an AllReduce: what it takes is not computed there"
+        )
     is_cut = node.type.layout is Layout.SLICED or _is_used_in_parts(pipeline, node, members)
     if isinstance(node, Pointwise) and node.type.shape and not is_cut:
         raise UsageError(
-            f"cannot fuse {called(pipeline, node)} into an AllReduce: it is {node.type.layout.value}; expected what is "
-            "computed on the parts of the ReduceScatter"
+            f"cannot fuse {describe(pipeline, node)} into an AllReduce: it is {node.type.layout.value}; expected what "
+            "is computed on the parts of the ReduceScatter"
         )
 
 
@@ -361,20 +366,20 @@ def _is_used_in_parts(pipeline: Pipeline, node: Expression, members: set[Express
     )
 
 
-def _members(pipeline: Pipeline, stages: Sequence[Handle], what: str) -> list[Expression]:
+def _members(pipeline: Pipeline, stages: Sequence[Handle], action: str) -> list[Expression]:
     """The expressions of these stages, in order."""
-    wanted = stage_list(pipeline, stages, what)
-    members = {node for stage in wanted for node in pipeline.belonging_to(stage)}
+    chosen = stage_list(pipeline, stages, action)
+    members = {node for stage in chosen for node in pipeline.belonging_to(stage)}
     nodes = [node for node in pipeline.nodes if node in members]
-    check_single(pipeline, nodes, what)
+    check_single(pipeline, nodes, action)
     return nodes
 
 
-def _as_one_stage(pipeline: Pipeline, compound: Fused | FusedAllReduce, what: str) -> Pipeline:
+def _add_compound(pipeline: Pipeline, compound: Fused | FusedAllReduce, action: str) -> Pipeline:
     try:
         return pipeline.changed({}, compounds=[*pipeline.compounds, compound])
     except UsageError as error:
-        raise UsageError(f"cannot {what} {', '.join(_names(pipeline, compound.nodes))}: {error}") from None
+        raise UsageError(f"cannot {action} {', '.join(_names(pipeline, compound.nodes))}: {error}") from None
 
 
 def _names(pipeline: Pipeline, nodes: Sequence[Expression]) -> list[str]:

@@ -18,7 +18,7 @@ from omnireduce.programs.layouts import Layout, bounds
 from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, Sizes, bound_sizes, check_names, compute, input_value, sizes_in
-from omnireduce.programs.rank_groups import Ranks, Rooms, WaitingRanks, meeting_of, ranks_of_a_group
+from omnireduce.programs.rank_groups import Ranks, Rooms, WaitingRanks, ranks_of_a_group, resources_of
 from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Stage, kind_of, nodes_of
 from omnireduce.protocol.collective.operands import as_writable
 from omnireduce.runtime.rank.communicator import Communicator
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-def given_alike(pipeline: Pipeline, sizes: Sizes, given: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
+def agreement_terms(pipeline: Pipeline, sizes: Sizes, inputs: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
     """Names and values for `check_alike`: the program, its sizes, numbers and Replicated tensors."""
-    inputs = [
-        (input_node.name, _said(array)) for input_node, array in given if input_node.type.layout is Layout.REPLICATED
+    replicated = [
+        (input_node.name, _describe(array))
+        for input_node, array in inputs
+        if input_node.type.layout is Layout.REPLICATED
     ]
     return [
         ("the program", pipeline.digest),
         *((variable.name, str(size)) for variable, size in sizes.items()),
-        *inputs,
+        *replicated,
     ]
 
 
-def _said(array: Array) -> str:
+def _describe(array: Array) -> str:
     """A number as text, or the dtype, shape and checksum of a tensor."""
     if not array.shape:
         return str(array[()])
@@ -66,15 +68,15 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, co
     Raises UsageError for values that do not fit, on all ranks for those that differ and should not, and for a job that
     cannot be divided so; otherwise what the collectives raise.
     """
-    meeting = meeting_of(comm)
-    with told_to_others(comm if pipeline.groups == 1 else WaitingRanks(meeting, comm, pipeline)):
+    resources = resources_of(comm)
+    with told_to_others(comm if pipeline.groups == 1 else WaitingRanks(resources, comm, pipeline)):
         size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
-        own = Ranks(meeting.group(comm, pipeline.groups), pipeline.name)
-        execution, arrays = _begun(pipeline, comm, own, size, values)
+        ranks = Ranks(resources.group(comm, pipeline.groups), pipeline.name)
+        execution, arrays = _begin_run(pipeline, comm, ranks, size, values)
         comparison = None
         if compare and size > 1:
-            alike = given_alike(pipeline, execution.placement.sizes, execution.inputs)
-            comparison = Comparison(own.comm, alike, own.named("inputs"))
+            terms = agreement_terms(pipeline, execution.placement.sizes, execution.inputs)
+            comparison = Comparison(ranks.comm, terms, ranks.named("inputs"))
         _run_stages(execution)
     execution.finish()
     if comparison is not None:
@@ -87,29 +89,32 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, co
     }
 
 
-def _begun(
-    pipeline: Pipeline, comm: Communicator, own: Ranks, size: int, values: Mapping[str, Any]
+def _begin_run(
+    pipeline: Pipeline, comm: Communicator, ranks: Ranks, size: int, values: Mapping[str, Any]
 ) -> tuple[Execution, dict[Update, Array]]:
     """A run before its first stage, and the arrays that get new values in the end. Raises UsageError."""
     group, rank = divmod(comm.rank, size)
     inputs = [input_node for input_node in pipeline.inputs if input_node.type.group in (None, group)]
     check_names(values, pipeline.known_values, pipeline.name)
-    here = [node for node in pipeline.nodes if node.type.group in (None, group) or _is_sent_to(node, group)]
-    placement, meeting = RankPlacement(rank, size, bound_sizes(sizes_in(here), inputs, values)), meeting_of(comm)
+    local_nodes = [node for node in pipeline.nodes if node.type.group in (None, group) or _is_sent_to(node, group)]
+    placement, resources = (
+        RankPlacement(rank, size, bound_sizes(sizes_in(local_nodes), inputs, values)),
+        resources_of(comm),
+    )
 
     def pair(source: int, target: int) -> Communicator:
-        return meeting.pair(comm, pipeline.groups, source, target)
+        return resources.pair(comm, pipeline.groups, source, target)
 
-    execution = Execution(pipeline, placement, own, group, pair, rooms=meeting.rooms(pipeline))
+    execution = Execution(pipeline, placement, ranks, group, pair, rooms=resources.rooms(pipeline))
     for input_node in inputs:
         execution.put(input_node, input_value(input_node, values, placement))
-    arrays = {update: execution.value(update.tensor) for update in here if isinstance(update, Update)}
+    arrays = {update: execution.value(update.tensor) for update in local_nodes if isinstance(update, Update)}
     for update, array in arrays.items():
         if not array.flags.writeable:
             raise UsageError(f"{update.tensor.name} is read-only, and the program updates it: pass a copy")
-    for (one, array), (two, another) in combinations(arrays.items(), 2):
-        if np.shares_memory(array, another):
-            names = f"{one.tensor.name} and {two.tensor.name}"
+    for (first, array), (second, other_array) in combinations(arrays.items(), 2):
+        if np.shares_memory(array, other_array):
+            names = f"{first.tensor.name} and {second.tensor.name}"
             raise UsageError(f"{names} share memory, and the program updates both: pass a copy")
     return execution, arrays
 
@@ -125,11 +130,11 @@ def _run_stages(run: Execution) -> None:
     for at, stage in enumerate(stages):
         for node in nodes_of(stage):
             last.update(dict.fromkeys((node, *node.operands), at))
-    kept = {*run.pipeline.outputs, *(node for node in run.pipeline.nodes if isinstance(node, Update))}
+    needed_after = {*run.pipeline.outputs, *(node for node in run.pipeline.nodes if isinstance(node, Update))}
     for at, stage in enumerate(stages):
         _run_stage(stage, run)
         for node in {used for member in nodes_of(stage) for used in (member, *member.operands)}:
-            if last[node] == at and node not in kept:
+            if last[node] == at and node not in needed_after:
                 run.drop(node)
 
 
@@ -147,7 +152,7 @@ def _run_stage(stage: Stage, run: Execution) -> None:
 
 
 def _commit(arrays: Mapping[Update, Array], results: Mapping[Update, Array]) -> None:
-    """Write all new values. One that lies in an array which is written is copied first."""
+    """Write all new values. A value that lies in an array which is written is copied first."""
     safe = {
         update: result.copy() if any(np.may_share_memory(result, target) for target in arrays.values()) else result
         for update, result in results.items()
@@ -205,7 +210,7 @@ class Execution:
         return node.type.group in (None, self.group)
 
     @contextmanager
-    def shown(self, node: Expression, activity: str) -> Iterator[None]:
+    def recorded(self, node: Expression, activity: str) -> Iterator[None]:
         """Show what happens inside in the timeline, if one is recorded."""
         timeline, row = self.ranks.comm.timeline, self.ranks.named(self.name(node))
         if timeline.is_on:
@@ -244,7 +249,7 @@ class Execution:
             return self.placement.fitting(arrays[1], node.value.type, node.tensor.type)
         if isinstance(node, WholeReduction):
             return self._reduced(node, arrays[0])
-        with self.shown(node, type(node).__name__.upper()):
+        with self.recorded(node, type(node).__name__.upper()):
             return compute(node, arrays, self.placement)
 
     def _reduced(self, node: WholeReduction, array: Array) -> Array:
@@ -294,8 +299,8 @@ def run_fused(stage: Fused, run: Execution) -> None:
             run.evaluate(node)  # once, not for each piece
     kind = kind_of(stage)
     region, shape = run.placement.region(kind)
-    wanted = [node for node in shaped if _is_needed_outside(node, stage, run)]
-    results = {node: run.room(node, shape) for node in wanted}
+    stored = [node for node in shaped if _is_needed_outside(node, stage, run)]
+    results = {node: run.room(node, shape) for node in stored}
     outside = _operands(shaped, kind, run)
     pieces = _pieces(shape, max(node.type.dtype.itemsize for node in shaped))
     scratch = {node: np.empty((pieces[0].rows if pieces else 0, *shape[1:]), node.type.dtype) for node in shaped}
@@ -351,9 +356,9 @@ def _evaluate(
             if isinstance(node, Update):
                 room[...] = arrays[node.value]
             elif isinstance(node, Pointwise):
-                made = node.compute([arrays[operand] for operand in node.operands], region, room)
-                if made is not room:
-                    room[...] = made
+                computed = node.compute([arrays[operand] for operand in node.operands], region, room)
+                if computed is not room:
+                    room[...] = computed
 
 
 def run_fused_all_reduce(stage: FusedAllReduce, run: Execution, reduced: Array | None = None) -> None:
@@ -381,7 +386,7 @@ def run_overlapped(stage: Overlapped, run: Execution) -> None:
         if start == stop:
             continue
         rows = product[start:stop]
-        with run.shown(matmul, "MATMUL"):
+        with run.recorded(matmul, "MATMUL"):
             matmul.compute([left[start:stop], right], out=rows)
         handles.append(run.ranks.allreduce_async(rows, reduction.reduction, f"{run.name(reduction)}.chunk{chunk}"))
     for handle in handles:

@@ -26,7 +26,7 @@ class SourceLine(NamedTuple):
         return linecache.getline(self.file, self.line).strip()
 
 
-def line_of_user() -> SourceLine:
+def user_line() -> SourceLine:
     """The line outside of this package that is running now."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -50,7 +50,7 @@ def _is_machinery(file: str) -> bool:
     return file.startswith(PACKAGE) and not file.startswith(LIBRARY)
 
 
-def wrong(place: SourceLine, message: str) -> UsageError:
-    """An error about the code at `place`: the file and line, the message, and the text of the line."""
-    source = f"\n    {place.text}" if place.text else ""
-    return UsageError(f"{place.file}:{place.line}: {message}{source}")
+def error_at(source_line: SourceLine, message: str) -> UsageError:
+    """An error about the code at `source_line`: the file and line, the message, and the text of the line."""
+    source = f"\n    {source_line.text}" if source_line.text else ""
+    return UsageError(f"{source_line.file}:{source_line.line}: {message}{source}")

@@ -82,7 +82,7 @@ def rebuilt(nodes: Sequence[Expression], changes: Changes) -> dict[Expression, E
     return new_nodes
 
 
-def way_around(
+def path_around(
     members: Collection[Expression], users: Mapping[Expression, Sequence[Expression]]
 ) -> list[Expression] | None:
     """A way that leaves `members` and comes back: its first and last expression are members, those between are not.
@@ -98,10 +98,10 @@ def way_around(
         node = waiting.pop()
         for user in users[node]:
             if user in members:
-                way = [user, node]
-                while way[-1] not in members:
-                    way.append(before[way[-1]])
-                return way[::-1]
+                path = [user, node]
+                while path[-1] not in members:
+                    path.append(before[path[-1]])
+                return path[::-1]
             if user not in before:
                 before[user] = node
                 waiting.append(user)
@@ -115,7 +115,7 @@ class Fused:
     nodes: tuple[Expression, ...]
 
     def mapped(self, changes: Mapping[Expression, Expression]) -> Fused:
-        """The same stage, of the expressions that `changes` puts in the place of its own."""
+        """This stage with its expressions replaced as `changes` say."""
         return Fused(tuple(changes[node] for node in self.nodes))
 
 
@@ -127,7 +127,7 @@ class FusedAllReduce:
     nodes: tuple[Expression, ...]
 
     def mapped(self, changes: Mapping[Expression, Expression]) -> FusedAllReduce:
-        """The same stage, of the expressions that `changes` puts in the place of its own."""
+        """This stage with its expressions replaced as `changes` say."""
         return FusedAllReduce(tuple(changes[node] for node in self.nodes))
 
     @property
@@ -161,7 +161,7 @@ class FusedAllReduce:
         return tuple(dict.fromkeys(tensor for tensor in tensors if tensor.type.layout.is_sliced))
 
     @property
-    def others(self) -> tuple[Expression, ...]:
+    def other_operands(self) -> tuple[Expression, ...]:
         """The other operands from outside: numbers, replicated tensors, results of other stages."""
         inside = {*self.nodes, *self.state, self.input}
         operands = [operand for node in self.nodes for operand in node.operands]
@@ -193,7 +193,7 @@ class Overlapped:
         return self.reducer.reduce_scatter if isinstance(self.reducer, FusedAllReduce) else self.reducer
 
     def mapped(self, changes: Mapping[Expression, Expression]) -> Overlapped:
-        """The same stage, of the expressions that `changes` puts in the place of its own."""
+        """This stage with its expressions replaced as `changes` say."""
         matmul, reducer = changes[self.matmul], self.reducer
         after = reducer.mapped(changes) if isinstance(reducer, FusedAllReduce) else changes[reducer]
         assert isinstance(matmul, MatMul)
@@ -217,7 +217,7 @@ def in_stages(
     are no stages. Raises UsageError if compounds need one another's results in a cycle."""
     users = users_of(nodes)
     for compound in compounds:
-        check_no_way_around(compound, users, names)
+        check_no_cycle(compound, users, names)
     stage_of: dict[Expression, Stage] = {node: compound for compound in compounds for node in compound.nodes}
     for node in nodes:
         if not isinstance(node, Input | Constant):
@@ -227,8 +227,8 @@ def in_stages(
         waits[stage] |= {
             stage_of[operand] for operand in node.operands if operand in stage_of and stage_of[operand] is not stage
         }
-    place = {node: at for at, node in enumerate(nodes)}
-    first = sorted(waits, key=lambda stage: max(place[node] for node in nodes_of(stage)))
+    index = {node: at for at, node in enumerate(nodes)}
+    first = sorted(waits, key=lambda stage: max(index[node] for node in nodes_of(stage)))
     ordered: dict[Stage, None] = {}
     while len(ordered) < len(first):
         ready = next((stage for stage in first if stage not in ordered and waits[stage] <= ordered.keys()), None)
@@ -239,21 +239,21 @@ def in_stages(
     return list(ordered)
 
 
-def check_no_way_around(
+def check_no_cycle(
     stage: Compound, users: Mapping[Expression, Sequence[Expression]], names: Mapping[Expression, str]
 ) -> None:
     """Raises UsageError if a stage needs another result that needs the stage."""
-    way = way_around(set(stage.nodes), users)
-    if way is not None:
-        called = [names[node] for node in way if node in names]  # the others belong to a stage with a name
-        steps = ", ".join(f"{later} needs {earlier}" for earlier, later in pairwise(called))
+    path = path_around(set(stage.nodes), users)
+    if path is not None:
+        named = [names[node] for node in path if node in names]  # the others belong to a stage with a name
+        steps = ", ".join(f"{later} needs {earlier}" for earlier, later in pairwise(named))
         raise UsageError(
-            f"together they would form a cycle, {' -> '.join(called)}: {steps}. Take {', '.join(called[1:-1])} along, "
-            f"or leave {called[0]} or {called[-1]} out"
+            f"together they would form a cycle, {' -> '.join(named)}: {steps}. Take {', '.join(named[1:-1])} along, "
+            f"or leave {named[0]} or {named[-1]} out"
         )
 
 
 def kind_of(stage: Fused) -> Type:
-    """The type of what the pass computes. What is Replicated among Sliced expressions is computed in parts, too."""
+    """The type of what the pass computes. A Replicated expression among Sliced ones is computed in parts, too."""
     types = [node.type for node in stage.nodes if node.type.shape and isinstance(node, Pointwise)]
     return next((kind for kind in types if kind.layout is not Layout.REPLICATED), types[0])

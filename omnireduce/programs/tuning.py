@@ -21,11 +21,11 @@ from omnireduce.programs.expressions import FLOATS, Bool, Expression, Tensor, Va
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.library import PROGRAMS, schedules
 from omnireduce.programs.lowering import lowered
-from omnireduce.programs.on_shards import OnShards, given_in_runs, runs_on_shards
+from omnireduce.programs.on_shards import OnShards, run_inputs, runs_on_shards
 from omnireduce.programs.operations import MatMul, Update
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, size_value, sizes_in
-from omnireduce.programs.rewrites import MOST_CHUNKS
+from omnireduce.programs.rewrites import MAX_CHUNKS
 from omnireduce.programs.stages import Overlapped, reachable
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.files.cache import CACHE_VARIABLE, cache_folders
@@ -83,17 +83,17 @@ def _fits(ms: Sequence[Sequence[float | None]], question: Question) -> bool:
 
 def remember(question: Question, ms: list[list[float | None]]) -> None:
     """Write an answer to its file."""
-    why = [f"this user has no home folder: set {CACHE_VARIABLE}"]
+    reasons = [f"this user has no home folder: set {CACHE_VARIABLE}"]
     for folder in cache_folders():
         path = path_of(question, folder)
         try:
             make_folder(path.parent)
             write_json(msgspec.json.encode(Answer(question, ms)), path)
         except UsageError as error:
-            why.append(str(error))
+            reasons.append(str(error))
         else:
             return
-    _warn(f"what was measured is not kept: {why[-1]}")
+    _warn(f"what was measured is not kept: {reasons[-1]}")
 
 
 def _warn(message: str) -> None:
@@ -105,21 +105,23 @@ ValuesMaker = Callable[[Pipeline, Communicator, Sizes], Mapping[str, Any]]
 """Makes what `Pipeline.run` is given on this rank."""
 
 
-def sizes_of(pipeline: Pipeline, asked: int | Sizes) -> Sizes:
+def sizes_of(pipeline: Pipeline, requested: int | Sizes) -> Sizes:
     """The sizes of dimensions: as given, or so that the largest tensor has about so many elements. Raises UsageError
     for something else."""
     names = [variable.name for variable in sizes_in(pipeline.nodes)]
-    if isinstance(asked, Mapping):
-        if set(asked) != set(names):
-            raise UsageError(f"sizes {dict(asked)}: expected those of {', '.join(sorted(names))}")
-        return {name: size_value(asked[name], name) for name in names}
-    if isinstance(asked, bool) or not isinstance(asked, int | np.integer) or asked < 1:
-        raise UsageError(f"size {asked!r}: expected a number of elements, from 1 on, or sizes of dimensions by name")
+    if isinstance(requested, Mapping):
+        if set(requested) != set(names):
+            raise UsageError(f"sizes {dict(requested)}: expected those of {', '.join(sorted(names))}")
+        return {name: size_value(requested[name], name) for name in names}
+    if isinstance(requested, bool) or not isinstance(requested, int | np.integer) or requested < 1:
+        raise UsageError(
+            f"size {requested!r}: expected a number of elements, from 1 on, or sizes of dimensions by name"
+        )
     tensors = [node for node in pipeline.inputs if isinstance(node, Tensor)]
-    most = max(
+    max_dimensions = max(
         (sum(isinstance(dimension, Variable) for dimension in tensor.type.shape) for tensor in tensors), default=1
     )
-    return dict.fromkeys(names, max(1, round(int(asked) ** (1 / max(1, most)))))
+    return dict.fromkeys(names, max(1, round(int(requested) ** (1 / max(1, max_dimensions)))))
 
 
 def drawn_values(pipeline: Pipeline, comm: Communicator, sizes: Sizes) -> dict[str, Any]:
@@ -134,8 +136,8 @@ def drawn_values(pipeline: Pipeline, comm: Communicator, sizes: Sizes) -> dict[s
         if isinstance(input_node, Tensor) and input_node.type.group == group:
             is_local = input_node.type.layout is Layout.LOCAL
             rng = np.random.default_rng([*input_node.name.encode(), rank if is_local else 0])
-            drawn = rng.integers(-4 if is_local else 0, 5, placement.own_shape(input_node.type), np.int8)
-            values[input_node.name] = drawn.astype(input_node.type.dtype)
+            elements = rng.integers(-4 if is_local else 0, 5, placement.own_shape(input_node.type), np.int8)
+            values[input_node.name] = elements.astype(input_node.type.dtype)
         elif isinstance(input_node, Variable) and input_node not in variables:
             dtype = input_node.type.dtype
             values[input_node.name] = True if dtype == Bool else 0.01 if dtype in FLOATS else 1
@@ -155,10 +157,10 @@ class Trial:
         self._pipeline = candidate.pipeline.changed({}, program=f"autotune-{number}")  # begins collectives' names
         self._shards: OnShards | None = None
         if candidate.on_shards:
-            each_run = [input_node.name for input_node in given_in_runs(self._pipeline, lowered(self._pipeline))]
-            kept = {name: value for name, value in self._values.items() if name not in each_run}
-            self._values = {name: value for name, value in self._values.items() if name in each_run}
-            self._shards = self._pipeline.on_shards(comm, kept)
+            run_names = [input_node.name for input_node in run_inputs(self._pipeline, lowered(self._pipeline))]
+            state = {name: value for name, value in self._values.items() if name not in run_names}
+            self._values = {name: value for name, value in self._values.items() if name in run_names}
+            self._shards = self._pipeline.on_shards(comm, state)
 
     def run(self) -> float:
         """Milliseconds of one run on this rank, which begins when all are there."""
@@ -200,17 +202,17 @@ def candidates(program: Program, chunks: Sequence[int] = CHUNKS, *, on_shards: b
     """All ways to do `program`: the name of one that is written already, schedules by name, or a pipeline, whose
     schedules are those of its name, or follow from it. Raises UsageError for something else."""
     if not isinstance(chunks, Sequence) or not chunks or not all(map(_is_chunks, chunks)):
-        raise UsageError(f"chunks is {chunks!r}: expected a list of ints from 2 to {MOST_CHUNKS}")
-    ways = []
+        raise UsageError(f"chunks is {chunks!r}: expected a list of ints from 2 to {MAX_CHUNKS}")
+    found_candidates = []
     for name, pipeline in _schedules(program).items():
         overlapped = next((compound for compound in pipeline.compounds if isinstance(compound, Overlapped)), None)
         if overlapped is None:
-            ways.append(Candidate(name, pipeline))
+            found_candidates.append(Candidate(name, pipeline))
         else:
-            ways += [Candidate(name, _in_chunks(pipeline, overlapped, count), count) for count in chunks]
+            found_candidates += [Candidate(name, _with_chunks(pipeline, overlapped, count), count) for count in chunks]
         if on_shards and runs_on_shards(pipeline):
-            ways.append(Candidate(name, pipeline, on_shards=True))
-    return ways
+            found_candidates.append(Candidate(name, pipeline, on_shards=True))
+    return found_candidates
 
 
 def _schedules(program: Program) -> Mapping[str, Pipeline]:
@@ -227,37 +229,37 @@ def _schedules(program: Program) -> Mapping[str, Pipeline]:
 
 
 def _is_chunks(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and 2 <= number <= MOST_CHUNKS
+    return isinstance(number, int) and not isinstance(number, bool) and 2 <= number <= MAX_CHUNKS
 
 
-def _in_chunks(pipeline: Pipeline, overlapped: Overlapped, chunks: int) -> Pipeline:
-    changed = [
+def _with_chunks(pipeline: Pipeline, overlapped: Overlapped, chunks: int) -> Pipeline:
+    compounds = [
         replace(compound, chunks=chunks) if compound is overlapped else compound for compound in pipeline.compounds
     ]
-    return pipeline.changed({}, compounds=changed)
+    return pipeline.changed({}, compounds=compounds)
 
 
 def derived(pipeline: Pipeline) -> dict[str, Pipeline]:
-    """The schedules that follow from a pipeline. What is not legal is left out.
+    """The schedules that follow from a pipeline. Schedules that are not legal are left out.
 
     as-written; ol: a product overlaps with its sum. For the first AllReduce that allows it, rs-c-ag: what follows is
     computed in parts, and what is updated is kept in parts, but for the first output; fuse-rs-c-ag: as one AllReduce.
     """
-    legal = {"as-written": pipeline}
+    schedules = {"as-written": pipeline}
     for node in pipeline.nodes:
         if not isinstance(node, AllReduce) or node not in pipeline.names:
             continue
         name, product = pipeline.names[node], node.operands[0]
-        if isinstance(product, MatMul) and "ol" not in legal:
-            legal |= _legal("ol", Pipeline.overlap, pipeline, [product, node])
-        if "rs-c-ag" not in legal:
-            legal |= _legal("rs-c-ag", _cut, pipeline, name)
-            if "rs-c-ag" in legal:
-                legal |= _legal("fuse-rs-c-ag", _fused, legal["rs-c-ag"], name)
-    return legal
+        if isinstance(product, MatMul) and "ol" not in schedules:
+            schedules |= _try_schedule("ol", Pipeline.overlap, pipeline, [product, node])
+        if "rs-c-ag" not in schedules:
+            schedules |= _try_schedule("rs-c-ag", _split_and_reorder, pipeline, name)
+            if "rs-c-ag" in schedules:
+                schedules |= _try_schedule("fuse-rs-c-ag", _fuse_all, schedules["rs-c-ag"], name)
+    return schedules
 
 
-def _legal(name: str, rewrite: Callable[..., Pipeline], *arguments: object) -> dict[str, Pipeline]:
+def _try_schedule(name: str, rewrite: Callable[..., Pipeline], *arguments: object) -> dict[str, Pipeline]:
     """A schedule by its name, if its rewrites are legal."""
     try:
         return {name: rewrite(*arguments)}
@@ -265,15 +267,15 @@ def _legal(name: str, rewrite: Callable[..., Pipeline], *arguments: object) -> d
         return {}
 
 
-def _cut(pipeline: Pipeline, name: str) -> Pipeline:
+def _split_and_reorder(pipeline: Pipeline, name: str) -> Pipeline:
     """All that can be computed in parts behind the AllReduce is. Tensors that are updated are kept in parts, but for
     the first output: that is what ranks go on with."""
     cut = pipeline.split(name)
-    behind = [cut.names[node] for node in _computed_behind(cut, cut[name])]
-    cut = cut.reorder(behind, name)
-    kept = cut.outputs[0]
+    dependents = [cut.names[node] for node in _computed_after(cut, cut[name])]
+    cut = cut.reorder(dependents, name)
+    first_output = cut.outputs[0]
     for update in [node for node in cut.nodes if isinstance(node, Update)]:
-        if update is not kept and update.tensor.type.layout is Layout.REPLICATED:
+        if update is not first_output and update.tensor.type.layout is Layout.REPLICATED:
             cut = _sliced(cut, update.tensor)
     return cut
 
@@ -285,18 +287,18 @@ def _sliced(pipeline: Pipeline, tensor: Tensor) -> Pipeline:
         return pipeline  # a stage needs it whole
 
 
-def _computed_behind(pipeline: Pipeline, gather: Expression) -> list[Expression]:
+def _computed_after(pipeline: Pipeline, gather: Expression) -> list[Expression]:
     """Stages that need `gather`, up to the next communication."""
-    behind = reachable([gather], pipeline.users)
-    beyond = reachable([node for node in behind if isinstance(node, Communication)], pipeline.users)
+    dependents = reachable([gather], pipeline.users)
+    after_communication = reachable([node for node in dependents if isinstance(node, Communication)], pipeline.users)
     return [
         node
         for node in pipeline.nodes
-        if node in behind - beyond and node in pipeline.names and not isinstance(node, Communication)
+        if node in dependents - after_communication and node in pipeline.names and not isinstance(node, Communication)
     ]
 
 
-def _fused(cut: Pipeline, name: str) -> Pipeline:
+def _fuse_all(cut: Pipeline, name: str) -> Pipeline:
     ends = [cut.names[node] for node in cut.nodes if isinstance(node, Update)]
     return cut.fuse_into([f"{name}_rs", *ends])
 
@@ -345,36 +347,36 @@ def autotune(
     With `cache` the answer is kept in a file, and not measured again for the same program, sizes, hosts of ranks,
     transport and version of the library. Raises UsageError for what cannot be tuned; otherwise what runs raise.
     """
-    ways = candidates(program, chunks, on_shards=on_shards)
+    options = candidates(program, chunks, on_shards=on_shards)
     if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
         raise UsageError(f"turns is {turns!r}: expected an int from 1 on")
     if not isinstance(sizes, Sequence) or isinstance(sizes, str) or not sizes:
         raise UsageError(f"sizes is {sizes!r}: expected a list, such as [1000, 1_000_000]")
-    all_sizes = [sizes_of(ways[0].pipeline, asked) for asked in sizes]
+    all_sizes = [sizes_of(options[0].pipeline, requested) for requested in sizes]
     hosts = comm.allgather_object(socket.gethostname(), name="autotune: hosts")
-    programs = [(way.label, str(way.pipeline)) for way in ways]
+    programs = [(option.label, str(option.pipeline)) for option in options]
     question = Question(__version__, programs, [dict(dimensions) for dimensions in all_sizes], hosts, comm.transport)
-    known = recalled(question) if cache and comm.rank == 0 else None
-    known = comm.broadcast_object(known, name="autotune: known")
-    medians = known or [_measured(ways, comm, dimensions, values, turns) for dimensions in all_sizes]
+    cached = recalled(question) if cache and comm.rank == 0 else None
+    cached = comm.broadcast_object(cached, name="autotune: known")
+    medians = cached or [_measured(options, comm, dimensions, values, turns) for dimensions in all_sizes]
     medians = comm.broadcast_object(medians, name="autotune: choice")  # of rank 0: so that all choose alike
-    if cache and known is None and comm.rank == 0:
+    if cache and cached is None and comm.rank == 0:
         remember(question, medians)
-    return Tuned([_choice(ways, *pair) for pair in zip(all_sizes, medians, strict=True)], known is not None)
+    return Tuned([_choice(options, *pair) for pair in zip(all_sizes, medians, strict=True)], cached is not None)
 
 
 def _measured(
-    ways: Sequence[Candidate], comm: Communicator, sizes: Sizes, values: ValuesMaker, turns: int
+    options: Sequence[Candidate], comm: Communicator, sizes: Sizes, values: ValuesMaker, turns: int
 ) -> list[float | None]:
     """The median milliseconds of each way; None where shards have no room for it."""
     with ExitStack() as stack:
         trials: dict[int, Trial] = {}
-        for at, way in enumerate(ways):
-            trial = _trial(way, comm, at, values(way.pipeline, comm, sizes))
+        for at, option in enumerate(options):
+            trial = _trial(option, comm, at, values(option.pipeline, comm, sizes))
             if trial is not None:
                 stack.callback(trial.close)
                 trials[at] = trial
-        times = np.zeros((len(ways), turns))
+        times = np.zeros((len(options), turns))
         for turn in range(-WARM_UP, turns):
             for at in trials if turn % 2 else reversed(trials):
                 ms = trials[at].run()
@@ -383,18 +385,18 @@ def _measured(
         slowest = comm.allreduce(times, op="max", name="autotune: times")
         comm.barrier(name="autotune: done")
     medians = np.median(slowest, axis=1)
-    return [float(medians[at]) if at in trials else None for at in range(len(ways))]
+    return [float(medians[at]) if at in trials else None for at in range(len(options))]
 
 
-def _trial(way: Candidate, comm: Communicator, number: int, values: Mapping[str, Any]) -> Trial | None:
+def _trial(candidate: Candidate, comm: Communicator, number: int, values: Mapping[str, Any]) -> Trial | None:
     """The way, if shards have room for it."""
     try:
-        return Trial(way, comm, number, values)
+        return Trial(candidate, comm, number, values)
     except RefusedError:
         return None
 
 
-def _choice(ways: Sequence[Candidate], sizes: Sizes, found: Sequence[float | None]) -> Choice:
-    ms = {way.label: median for way, median in zip(ways, found, strict=True) if median is not None}
-    best = min(ways, key=lambda way: ms.get(way.label, float("inf")))
+def _choice(options: Sequence[Candidate], sizes: Sizes, medians: Sequence[float | None]) -> Choice:
+    ms = {option.label: median for option, median in zip(options, medians, strict=True) if median is not None}
+    best = min(options, key=lambda option: ms.get(option.label, float("inf")))
     return Choice(sizes, best.schedule, best.chunks, best.on_shards, best.pipeline, ms)

@@ -46,9 +46,9 @@ ACTORS_S = READY_S + 2 * START_S  # time for actors to start: Ray installs packa
 
 
 class _Worker:
-    """A rank."""
+    """The actor of a rank."""
 
-    def where(self) -> tuple[str, str, int]:
+    def node_info(self) -> tuple[str, str, int]:
         """The node, its address, and a port that is free there."""
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
@@ -60,20 +60,20 @@ class _Worker:
         try:
             return True, func(*args, **kwargs), ""
         except BaseException as error:
-            return False, error if _can_travel(error) else None, "".join(traceback.format_exception(error))
+            return False, error if _is_picklable(error) else None, "".join(traceback.format_exception(error))
 
 
 class _Service:
-    """The aggregators of a job. They end when this actor does, because their supervisor reads what it writes."""
+    """The actor of the aggregators of a job. They end when it does, because their supervisor reads what it writes."""
 
     def start(self, shards: int, address: str, is_wide: bool) -> dict[str, str]:
         """The variables by which ranks find them, their secret included."""
-        words = words_of_supervisor("localhost", "ssh", GRACE_S, by_ssh=False)
+        command = words_of_supervisor("localhost", "ssh", GRACE_S, by_ssh=False)
         output = Prefixed({STDOUT: Stream(sys.stdout.write), STDERR: Stream(sys.stderr.write)})
-        self._job = Job([Connection("localhost", words, is_remote=False)], output, grace_s=GRACE_S)
+        self._job = Job([Connection("localhost", command, is_remote=False)], output, grace_s=GRACE_S)
         self._job.greet(START_S)
-        asked = LaunchRequest(words=[], ranks=1, config=load_config(), aggregators=str(shards))
-        plan = Plan(asked, ["localhost"], is_wide=is_wide)
+        request = LaunchRequest(words=[], ranks=1, config=load_config(), aggregators=str(shards))
+        plan = Plan(request, ["localhost"], is_wide=is_wide)
         plan.address = address
         plan.serve(self._job, self._job.connections[0])
         threading.Thread(target=self._job.wait_for, args=(lambda: False,), daemon=True).start()
@@ -104,7 +104,7 @@ def run(
     """
     if num_workers < 1 or not (aggregators is None or aggregators >= 1):
         raise UsageError(f"num_workers {num_workers}, aggregators {aggregators}: expected at least 1")
-    bundle = {name: many for name, many in (("CPU", cpus_per_worker), ("GPU", gpus_per_worker)) if many}
+    bundle = {name: count for name, count in (("CPU", cpus_per_worker), ("GPU", gpus_per_worker)) if count}
     group = placement_group([bundle] * num_workers)
     actors: list[Any] = []
     try:
@@ -134,11 +134,11 @@ def _start(
     options = {"num_cpus": bundle.get("CPU", 0), "num_gpus": bundle.get("GPU", 0)}
     strategies = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=at) for at in range(size)]
     actors += [ray.remote(_Worker).options(scheduling_strategy=strategy, **options).remote() for strategy in strategies]
-    places = _answers([actor.where.remote() for actor in actors], "the ranks")
-    nodes = list(dict.fromkeys(node for node, _, _ in places))
-    order = sorted(range(size), key=lambda at: nodes.index(places[at][0]))
+    node_infos = _answers([actor.node_info.remote() for actor in actors], "the ranks")
+    nodes = list(dict.fromkeys(node for node, _, _ in node_infos))
+    order = sorted(range(size), key=lambda at: nodes.index(node_infos[at][0]))
     actors[:] = [actors[at] for at in order]
-    node, address, port = places[order[0]]
+    node, address, port = node_infos[order[0]]
     is_wide, service = len(nodes) > 1, {}
     if aggregators or (is_wide and not load_config().cluster.aggregators):
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -146,30 +146,30 @@ def _start(
         call = actors[-1].start.remote(aggregators or 1, address if is_wide else loopback(), is_wide)
         [service] = _answers([call], "the aggregators")
     job = draw_job()
-    slots = place_on([places[at][0] for at in order])
+    slots = place_on([node_infos[at][0] for at in order])
     return [of_rank(slot, size, job, (address, port)) | service for slot in slots]
 
 
 def _await_room(group: Any, limit_s: float) -> bool:
     """Wait for the placement group, with a log message after 1, 2, 4, ... seconds. Returns whether it came in time."""
-    begun = time.monotonic()
-    reminders = Reminders(begun)
-    while (now := time.monotonic()) < begun + limit_s:
+    started = time.monotonic()
+    reminders = Reminders(started)
+    while (now := time.monotonic()) < started + limit_s:
         if waited_s := reminders.due(now):
             log.warning("waiting for room in the Ray cluster since %.0f s", waited_s, extra=tagged("waiting_for_hosts"))
-        if group.wait(max(0.0, min(begun + limit_s, reminders.at) - now)):
+        if group.wait(max(0.0, min(started + limit_s, reminders.at) - now)):
             return True
     return False
 
 
-def _answers(calls: Sequence[Any], whose: str) -> list[Any]:
+def _answers(calls: Sequence[Any], subject: str) -> list[Any]:
     """The answers of actors at their start. Raises TransportError if one does not answer."""
     try:
         answers: list[Any] = ray.get(list(calls), timeout=ACTORS_S)
     except ray.exceptions.GetTimeoutError:
-        raise TransportError(f"{whose} have not started on the Ray cluster after {ACTORS_S:g} s") from None
+        raise TransportError(f"{subject} have not started on the Ray cluster after {ACTORS_S:g} s") from None
     except ray.exceptions.RayError as error:
-        raise TransportError(f"{whose} cannot start on the Ray cluster: {in_a_line(error)}") from error
+        raise TransportError(f"{subject} cannot start on the Ray cluster: {in_a_line(error)}") from error
     return answers
 
 
@@ -190,8 +190,8 @@ def _results(calls: Sequence[Any]) -> list[Any]:
                     waiting = []
     if failed:
         rank, (_, error, text) = failed[-1] if not isinstance(failed[-1][1][1], AbortedError) else failed[0]
-        what = "raised an exception:" if text else "died"
-        raise RankFailedError(f"rank {rank} {what}", rank, text) from error
+        event = "raised an exception:" if text else "died"
+        raise RankFailedError(f"rank {rank} {event}", rank, text) from error
     return [_outcome(call)[1] for call in calls]
 
 
@@ -203,7 +203,7 @@ def _outcome(call: Any) -> tuple[bool, Any, str]:
     return outcome
 
 
-def _can_travel(error: BaseException) -> bool:
+def _is_picklable(error: BaseException) -> bool:
     try:
         ray.cloudpickle.loads(ray.cloudpickle.dumps(error))
     except Exception:

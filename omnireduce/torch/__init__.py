@@ -1,7 +1,7 @@
 """PyTorch over the service: import this, then `torch.distributed.init_process_group("omnireduce")`.
 
 The collectives of `torch.distributed` work, also under DistributedDataParallel. docs/pytorch.md says which do not. The
-aggregators come from the configuration of omnireduce. Where none is configured, all ranks are on one host, and rank 0
+aggregators come from the configuration of omnireduce. If none is configured, all ranks are on one host, and rank 0
 starts one.
 
 Without a process group there are Horovod's names, `import omnireduce.torch as hvd`: see docs/horovod.md.
@@ -48,9 +48,9 @@ from omnireduce.data_parallel.session import (
 )
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.torch import elastic
-from omnireduce.torch.backend.launch_variables import local_first, tell_torch
+from omnireduce.torch.backend.launch_variables import local_first, set_torch_variables
 from omnireduce.torch.backend.process_group import ProcessGroup
-from omnireduce.torch.backend.rendezvous import meet_at
+from omnireduce.torch.backend.rendezvous import register_rendezvous
 from omnireduce.torch.batch_norm import SyncBatchNorm
 from omnireduce.torch.broadcasting import (
     allgather_object,
@@ -87,14 +87,14 @@ from omnireduce.torch.ddp_hooks import State, allreduce_hook, block_topk_hook
 from omnireduce.torch.grace import grace_hook
 from omnireduce.torch.optimizer import DistributedOptimizer
 from omnireduce.torch.sharded import ShardedOptimizer
-from omnireduce.torch.tensor_objects import let_tensors_travel
+from omnireduce.torch.tensor_objects import register_tensor_codecs
 from omnireduce.torch.tensors import barrier, join, poll, synchronize
 from omnireduce.torch_backend import register
 
-_place = tell_torch()
-if _place is not None:
-    meet_at(_place)
-let_tensors_travel()
+_meeting_point = set_torch_variables()
+if _meeting_point is not None:
+    register_rendezvous(_meeting_point)
+register_tensor_codecs()
 register()
 
 __all__ = [

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from omnireduce.data_parallel.scaling import root_of
-from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, told_by_name
+from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, submit_named
 from omnireduce.errors import UsageError
 from omnireduce.torch.collectives import broadcast_async_
 from omnireduce.torch.gradient_hooks import Named
 from omnireduce.torch.sharded import ShardedOptimizer
 from omnireduce.torch.tensors import synchronize
 
-AT_ONCE = 512
+MAX_AT_ONCE = 512
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def broadcast_parameters(
     params: Named | Iterable[Tensor], root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
     """Replace tensors by those of the root: `model.state_dict()`, `model.named_parameters()`, or tensors without names,
-    in one order on all ranks. What is no tensor stays as it is. Raises what `omnireduce.Queue` raises."""
+    in one order on all ranks. A value that is no tensor stays as it is. Raises what `omnireduce.Queue` raises."""
     pairs = params.items() if isinstance(params, Mapping) else params
     named = [(str(at), entry) if isinstance(entry, Tensor) else entry for at, entry in enumerate(pairs)]
     tensors = [(name, tensor) for name, tensor in named if isinstance(tensor, Tensor)]
@@ -32,10 +32,10 @@ def broadcast_parameters(
 
 
 def _broadcast_all(named: Sequence[tuple[str, Tensor]], root_rank: int, process_set: ProcessSet) -> None:
-    """Broadcast `AT_ONCE` tensors at a time: a queue takes a limited number."""
-    for at in range(0, len(named), AT_ONCE):
-        some = named[at : at + AT_ONCE]
-        for handle in [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in some]:
+    """Broadcast `MAX_AT_ONCE` tensors at a time: a queue takes a limited number."""
+    for at in range(0, len(named), MAX_AT_ONCE):
+        batch = named[at : at + MAX_AT_ONCE]
+        for handle in [broadcast_async_(tensor, root_rank, name, process_set) for name, tensor in batch]:
             synchronize(handle)
 
 
@@ -52,14 +52,14 @@ def broadcast_optimizer_state(
     parameters, for LBFGS, whose state is a history of calls, and for a `ShardedOptimizer`, whose state no rank has;
     otherwise what `omnireduce.Queue` raises.
     """
-    own: list[Tensor] = []
+    own_tensors: list[Tensor] = []
     name = name_of("broadcast_object", "optimizer", process_set)
-    state, plain = told_by_name([name], process_set, lambda: _state_to_send(optimizer, own))
-    told = broadcast_object(plain, root_rank, "optimizer", process_set=process_set)
+    state, plain = submit_named([name], process_set, lambda: _state_to_send(optimizer, own_tensors))
+    description = broadcast_object(plain, root_rank, "optimizer", process_set=process_set)
     is_root = queue(process_set).rank == root_of(root_rank, process_set)
-    tensors = own if is_root else []
+    tensors = own_tensors if is_root else []
     if not is_root:
-        state = _with_tensors(told, tensors)
+        state = _restore_tensors(description, tensors)
     _broadcast_all([(f"optimizer.{at}", tensor) for at, tensor in enumerate(tensors)], root_rank, process_set)
     if is_root:
         return
@@ -70,7 +70,7 @@ def broadcast_optimizer_state(
 
 
 def _state_to_send(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> tuple[dict[str, Any], Any]:
-    """The state, and what `_without_tensors` makes of it. Raises UsageError for one that cannot be sent."""
+    """The state, and what `_describe_tensors` makes of it. Raises UsageError for one that cannot be sent."""
     if isinstance(optimizer, ShardedOptimizer):
         raise UsageError(
             "the state of a ShardedOptimizer is on the shards, for all ranks; after load_state_dict call its restore()"
@@ -78,29 +78,29 @@ def _state_to_send(optimizer: torch.optim.Optimizer, tensors: list[Tensor]) -> t
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError("the state of LBFGS cannot be broadcast; expected another optimizer")
     state = optimizer.state_dict()
-    return state, _without_tensors(state, tensors)
+    return state, _describe_tensors(state, tensors)
 
 
-def _without_tensors(x: Any, tensors: list[Tensor]) -> Any:
+def _describe_tensors(x: Any, tensors: list[Tensor]) -> Any:
     """`x` as plain data: a description of each tensor is in its place. The tensors are appended to `tensors`."""
     if isinstance(x, Tensor):
         tensors.append(x)
         return {"tensor": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
     if isinstance(x, dict):
-        return {"pairs": [[key, _without_tensors(value, tensors)] for key, value in x.items()]}
+        return {"pairs": [[key, _describe_tensors(value, tensors)] for key, value in x.items()]}
     if isinstance(x, list | tuple):
-        return {"list": [_without_tensors(value, tensors) for value in x], "is_tuple": isinstance(x, tuple)}
+        return {"list": [_describe_tensors(value, tensors) for value in x], "is_tuple": isinstance(x, tuple)}
     return x
 
 
-def _with_tensors(x: Any, tensors: list[Tensor]) -> Any:
+def _restore_tensors(x: Any, tensors: list[Tensor]) -> Any:
     """The reverse. The tensors are new and uninitialized; they are appended to `tensors`."""
     if not isinstance(x, dict):
         return x
     if "pairs" in x:
-        return {key: _with_tensors(value, tensors) for key, value in x["pairs"]}
+        return {key: _restore_tensors(value, tensors) for key, value in x["pairs"]}
     if "list" in x:
-        values = [_with_tensors(value, tensors) for value in x["list"]]
+        values = [_restore_tensors(value, tensors) for value in x["list"]]
         return tuple(values) if x["is_tuple"] else values
     tensors.append(torch.empty(x["shape"], dtype=getattr(torch, x["tensor"])))
     return tensors[-1]
@@ -117,7 +117,7 @@ def broadcast_object(
     """The object of the root. It is plain data with tensors in it, or, with `trust` on all ranks, anything that can be
     pickled: see `omnireduce.broadcast_object`, and `omnireduce.torch.tensor_objects`."""
     name = name_of("broadcast_object", name, process_set)
-    root = told_by_name([name], process_set, lambda: root_of(root_rank, process_set))
+    root = submit_named([name], process_set, lambda: root_of(root_rank, process_set))
     return queue(process_set).broadcast_object_async(obj, root, name=name, trust=trust).wait()
 
 

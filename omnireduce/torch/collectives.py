@@ -2,8 +2,8 @@
 
 All functions take `name`, which says what belongs together; ranks may call them in any order. Without names all ranks
 call them in one order. `process_set`: the ranks that take part. A function whose name ends with `_` works in place. A
-function with `async` in its name returns a handle: see `poll` and `synchronize`. They raise UsageError for what cannot
-be, and what `omnireduce.Queue` raises.
+function with `async` in its name returns a handle: see `poll` and `synchronize`. They raise UsageError for wrong
+arguments, and the errors of `omnireduce.Queue`.
 
 Gradients are as in Horovod 0.28.1. Those of `allgather` and `broadcast` are means over the ranks. The gradient of a
 `reducescatter` consists of the parts of all ranks, one behind the other; that of a sum is multiplied by the number of
@@ -23,15 +23,15 @@ from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.horovod import Compression
 from omnireduce.data_parallel.queue import QueueOp
-from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Scaling, Sum, root_of, scaling
+from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Scaling, Sum, make_scaling, root_of
 from omnireduce.data_parallel.session import (
     ProcessSet,
-    begun_by_name,
     global_process_set,
     name_of,
     names_of,
     queue,
-    told_by_name,
+    submit_each,
+    submit_named,
 )
 from omnireduce.errors import UsageError
 from omnireduce.torch.sparse import rows_of, sparse_of
@@ -41,7 +41,7 @@ from omnireduce.torch.tensors import (
     detached,
     first,
     handle_of,
-    joined,
+    join_handles,
     on_device_of,
     put_back,
     staged,
@@ -53,42 +53,42 @@ Tensors = Callable[[list[Tensor]], Sequence[Tensor]]
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Tensors, back: Tensors, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.back = back
+    def forward(ctx: Any, run: Tensors, backward: Tensors, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.run_backward = backward
         return tuple(run(list(tensors)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return None, None, *ctx.back(list(grads))
+        return None, None, *ctx.run_backward(list(grads))
 
 
-def differentiable(run: Tensors, back: Tensors, tensors: Sequence[Tensor]) -> list[Tensor]:
+def differentiable(run: Tensors, backward: Tensors, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Call `run`, which makes new tensors of these, and return its results. In a backward pass, which all ranks make,
-    `back` makes the gradients of the tensors of the gradients of the results."""
-    return list(_Differentiable.apply(run, back, *tensors))
+    `backward` makes the gradients of the tensors of the gradients of the results."""
+    return list(_Differentiable.apply(run, backward, *tensors))
 
 
-OF_FLAGS: dict[QueueOp, QueueOp] = {Max: "any", Min: "all", Product: "all"}
+FLAG_OPS: dict[QueueOp, QueueOp] = {Max: "any", Min: "all", Product: "all"}
 
 
 def start_reduction(
-    tensors: Sequence[Tensor], outs: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet
+    tensors: Sequence[Tensor], outs: Sequence[Tensor], scaling: Scaling, name: str, process_set: ProcessSet
 ) -> Handle:
     """Combine tensors into `outs`, which may be the tensors themselves. The result is a list of the outs. Complex ones
     are pairs of numbers."""
 
     def begin() -> Handle:
-        op, before, after = how._replace(op=_op_for(tensors, how.op))
+        op, prescale, postscale = scaling._replace(op=_op_for(tensors, scaling.op))
         copies = [staged(tensor) for tensor in tensors]
         in_place = all(out is tensor for out, tensor in zip(outs, tensors, strict=True))
         targets = copies if in_place else [staged(out) for out in outs]
         task = queue(process_set).grouped_allreduce_async(
             [array_of(copy) for copy in copies], outs=None if in_place else [array_of(target) for target in targets],
-            name=name, op=op, prescale=before, postscale=after,
+            name=name, op=op, prescale=prescale, postscale=postscale,
         )  # fmt: skip
         return handle_of(task, lambda _: put_back(outs, targets))
 
-    return told_by_name([name], process_set, begin)
+    return submit_named([name], process_set, begin)
 
 
 def start_sum_of_rows(tensor: Tensor, op: QueueOp, name: str, process_set: ProcessSet) -> Handle:
@@ -99,7 +99,7 @@ def start_sum_of_rows(tensor: Tensor, op: QueueOp, name: str, process_set: Proce
         task = queue(process_set).allreduce_rows_async(numbers, rows, n_rows, name=name, op=cast(Any, op))
         return handle_of(task, lambda summed: sparse_of(summed, tensor))
 
-    return told_by_name([name], process_set, begin)
+    return submit_named([name], process_set, begin)
 
 
 def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
@@ -109,76 +109,76 @@ def _op_for(tensors: Sequence[Tensor], op: QueueOp) -> QueueOp:
         raise UsageError(f"op {op!r} of complex numbers: expected Average or Sum")
     if torch.bool not in kinds:
         return op
-    if len(kinds) > 1 or op not in OF_FLAGS:
+    if len(kinds) > 1 or op not in FLAG_OPS:
         raise UsageError(f"op {op!r} of bool: expected Max, which is any, or Min or Product, which are all")
-    return OF_FLAGS[op]
+    return FLAG_OPS[op]
 
 
-def _in_place(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> Handle:
+def _start_in_place(tensors: Sequence[Tensor], scaling: Scaling, name: str, process_set: ProcessSet) -> Handle:
     """The result is a list of the tensors."""
-    plain = told_by_name([name], process_set, lambda: [detached(tensor) for tensor in tensors])
-    handle = start_reduction(plain, plain, how, name, process_set)
+    plain = submit_named([name], process_set, lambda: [detached(tensor) for tensor in tensors])
+    handle = start_reduction(plain, plain, scaling, name, process_set)
     return handle.then(lambda _: list(tensors))
 
 
-def _into_others(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> Handle:
+def _start_into_new(tensors: Sequence[Tensor], scaling: Scaling, name: str, process_set: ProcessSet) -> Handle:
     """The result is a list of new tensors."""
 
     def begin() -> Handle:
         plain = [detached(tensor) for tensor in tensors]
-        return start_reduction(plain, [torch.empty_like(tensor) for tensor in plain], how, name, process_set)
+        return start_reduction(plain, [torch.empty_like(tensor) for tensor in plain], scaling, name, process_set)
 
-    return told_by_name([name], process_set, begin)
+    return submit_named([name], process_set, begin)
 
 
 def _scaling_of(
-    name: str, process_set: ProcessSet, average: bool | None, op: QueueOp | None, before: float, after: float
+    name: str, process_set: ProcessSet, average: bool | None, op: QueueOp | None, prescale: float, postscale: float
 ) -> Scaling:
     """The operation of the collective with this name. If the arguments cannot be, other ranks are told."""
-    return told_by_name([name], process_set, lambda: scaling(average, op, before, after))
+    return submit_named([name], process_set, lambda: make_scaling(average, op, prescale, postscale))
 
 
-def reduced(tensors: Sequence[Tensor], how: Scaling, name: str, process_set: ProcessSet) -> list[Tensor]:
-    """New tensors: what all ranks have, combined. Gradients go through sums and means."""
+def allreduce_tensors(tensors: Sequence[Tensor], scaling: Scaling, name: str, process_set: ProcessSet) -> list[Tensor]:
+    """Combine the tensors of all ranks; return new tensors. Gradients go through sums and means."""
 
-    def run(own: list[Tensor]) -> list[Tensor]:
-        return cast(list[Tensor], synchronize(_into_others(own, how, name, process_set)))
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        return cast(list[Tensor], synchronize(_start_into_new(inputs, scaling, name, process_set)))
 
-    def back(grads: list[Tensor]) -> list[Tensor]:
-        check_differentiable("allreduce", how.op)
-        return reduced(grads, how, f"gradient of {name}", process_set)
+    def backward(grads: list[Tensor]) -> list[Tensor]:
+        check_differentiable("allreduce", scaling.op)
+        return allreduce_tensors(grads, scaling, f"gradient of {name}", process_set)
 
-    return differentiable(run, back, tensors)
+    return differentiable(run, backward, tensors)
 
 
-def check_differentiable(what: str, op: QueueOp) -> None:
+def check_differentiable(collective: str, op: QueueOp) -> None:
     """Raises UsageError where no gradient goes through."""
     if op not in (Average, Sum):
-        raise UsageError(f"no gradients go through {what} of op {op!r}; expected Average or Sum")
+        raise UsageError(f"no gradients go through {collective} of op {op!r}; expected Average or Sum")
 
 
 def sum_of(tensor: Tensor, name: str, process_set: ProcessSet) -> Tensor:
     """The sum of a tensor over all ranks. Gradients go through it."""
-    return first(reduced([tensor], Scaling(Sum), name, process_set))
+    return first(allreduce_tensors([tensor], Scaling(Sum), name, process_set))
 
 
 class Compressed(NamedTuple):
-    """Tensors as they travel, and what `compression` needs to make of them what they were."""
+    """Compressed tensors, and the contexts from which `compression` restores them."""
 
     compression: type[Any]
     tensors: list[Tensor]
     contexts: list[Any]
 
-    def restored(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def restore(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors in their own types, from those that have come back."""
         return [self.compression.decompress(*pair) for pair in zip(tensors, self.contexts, strict=True)]
 
 
-def compressed(
+def compress(
     compression: type[Any], tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet
 ) -> Compressed:
     """Compress tensors for the collectives of these names."""
-    pairs = told_by_name(names, process_set, lambda: [compression.compress(tensor) for tensor in tensors])
+    pairs = submit_named(names, process_set, lambda: [compression.compress(tensor) for tensor in tensors])
     return Compressed(compression, [tensor for tensor, _ in pairs], [context for _, context in pairs])
 
 
@@ -193,8 +193,8 @@ def allreduce_async(
 ) -> Handle:
     """Start an `allreduce`."""
     name = name_of("allreduce", name, process_set)
-    how = _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor)
-    return _into_others([tensor], how, name, process_set).then(first)
+    scaling = _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor)
+    return _start_into_new([tensor], scaling, name, process_set).then(first)
 
 
 def allreduce_async_(
@@ -208,8 +208,8 @@ def allreduce_async_(
 ) -> Handle:
     """Start an `allreduce_`."""
     name = name_of("allreduce", name, process_set)
-    how = _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor)
-    return _in_place([tensor], how, name, process_set).then(first)
+    scaling = _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor)
+    return _start_in_place([tensor], scaling, name, process_set).then(first)
 
 
 def allreduce(
@@ -228,9 +228,9 @@ def allreduce(
     rounded towards zero. Gradients go through sums and means. `compression`: how it travels.
     """
     name = name_of("allreduce", name, process_set)
-    how = _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor)
-    small = compressed(compression, [tensor], [name], process_set)
-    return first(small.restored(reduced(small.tensors, how, name, process_set)))
+    scaling = _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor)
+    small = compress(compression, [tensor], [name], process_set)
+    return first(small.restore(allreduce_tensors(small.tensors, scaling, name, process_set)))
 
 
 def allreduce_(
@@ -261,7 +261,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Start a `grouped_allreduce`."""
     name = name_of("grouped_allreduce", name, process_set)
-    return _into_others(
+    return _start_into_new(
         tensors, _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor), name, process_set
     )
 
@@ -277,7 +277,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Start a `grouped_allreduce_`."""
     name = name_of("grouped_allreduce", name, process_set)
-    return _in_place(
+    return _start_in_place(
         tensors, _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor), name, process_set
     )
 
@@ -294,9 +294,9 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """`allreduce` of several tensors, which are done together: a list. Gradients go through sums and means."""
     name = name_of("grouped_allreduce", name, process_set)
-    how = _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor)
-    small = compressed(compression, tensors, [name], process_set)
-    return small.restored(reduced(small.tensors, how, name, process_set))
+    scaling = _scaling_of(name, process_set, average, op, prescale_factor, postscale_factor)
+    small = compress(compression, tensors, [name], process_set)
+    return small.restore(allreduce_tensors(small.tensors, scaling, name, process_set))
 
 
 def grouped_allreduce_(
@@ -334,48 +334,53 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """The tensors of all ranks, one behind the other. The first dimension may differ. Gradients go through it."""
-    return first(gathered([tensor], [name_of("allgather", name, process_set)], process_set))
+    return first(allgather_tensors([tensor], [name_of("allgather", name, process_set)], process_set))
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start a `grouped_allgather`."""
-    return joined(_start_gathering(tensors, names_of("grouped_allgather", name, tensors, process_set), process_set))
+    return join_handles(
+        _start_gathering(tensors, names_of("grouped_allgather", name, tensors, process_set), process_set)
+    )
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """`allgather` of several tensors: a list. Gradients go through it."""
-    return gathered(tensors, names_of("grouped_allgather", name, tensors, process_set), process_set)
+    return allgather_tensors(tensors, names_of("grouped_allgather", name, tensors, process_set), process_set)
 
 
 def _start_gathering(tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet) -> list[Handle]:
     def begin(at: int) -> Task:
         return queue(process_set).allgather_async(array_of(staged(tensors[at])), name=names[at])
 
-    tasks = begun_by_name(names, process_set, begin)
+    tasks = submit_each(names, process_set, begin)
     return [handle_of(task, partial(on_device_of, tensor)) for task, tensor in zip(tasks, tensors, strict=True)]
 
 
-def gathered(tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet) -> list[Tensor]:
+def allgather_tensors(tensors: Sequence[Tensor], names: Sequence[str], process_set: ProcessSet) -> list[Tensor]:
     """The tensors of all ranks, one behind the other. Gradients go through it."""
 
     lengths: list[int] = []
 
-    def run(own: list[Tensor]) -> list[Tensor]:
-        handles = _start_gathering(own, names, process_set)
-        lengths[:] = map(len, own)
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        handles = _start_gathering(inputs, names, process_set)
+        lengths[:] = map(len, inputs)
         return [synchronize(handle) for handle in handles]
 
-    def back(grads: list[Tensor]) -> list[Tensor]:
-        everyones, of_lengths = reduced(grads, MEAN, f"gradient of {names[0]}", process_set), f"lengths of {names[0]}"
-        before = synchronize(first(_start_gathering([torch.tensor([lengths])], [of_lengths], process_set)))
-        starts = before[: queue(process_set).rank].sum(0).tolist()
-        return [grad[at : at + length] for grad, at, length in zip(everyones, starts, lengths, strict=True)]
+    def backward(grads: list[Tensor]) -> list[Tensor]:
+        means, lengths_name = (
+            allreduce_tensors(grads, MEAN, f"gradient of {names[0]}", process_set),
+            f"lengths of {names[0]}",
+        )
+        all_lengths = synchronize(first(_start_gathering([torch.tensor([lengths])], [lengths_name], process_set)))
+        starts = all_lengths[: queue(process_set).rank].sum(0).tolist()
+        return [grad[at : at + length] for grad, at, length in zip(means, starts, lengths, strict=True)]
 
-    return differentiable(run, back, tensors)
+    return differentiable(run, backward, tensors)
 
 
 def broadcast_async_(
@@ -390,7 +395,7 @@ def broadcast_async(
 ) -> Handle:
     """Start a `broadcast`."""
     name = name_of("broadcast", name, process_set)
-    copy = told_by_name([name], process_set, lambda: detached(tensor).clone())
+    copy = submit_named([name], process_set, lambda: detached(tensor).clone())
     return _start_broadcast(copy, root_rank, name, process_set)
 
 
@@ -406,18 +411,18 @@ def broadcast(
 ) -> Tensor:
     """The tensor of the root. Gradients go through it."""
     name = name_of("broadcast", name, process_set)
-    root = told_by_name([name], process_set, lambda: root_of(root_rank, process_set))
+    root = submit_named([name], process_set, lambda: root_of(root_rank, process_set))
     is_root = root == queue(process_set).rank
 
-    def run(own: list[Tensor]) -> list[Tensor]:
-        copy = told_by_name([name], process_set, lambda: detached(own[0]).clone())
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        copy = submit_named([name], process_set, lambda: detached(inputs[0]).clone())
         return [synchronize(_start_broadcast(copy, root_rank, name, process_set))]
 
-    def back(grads: list[Tensor]) -> list[Tensor]:
-        means = reduced(grads, MEAN, f"gradient of {name}", process_set)
+    def backward(grads: list[Tensor]) -> list[Tensor]:
+        means = allreduce_tensors(grads, MEAN, f"gradient of {name}", process_set)
         return means if is_root else [torch.zeros_like(means[0])]
 
-    return first(differentiable(run, back, [tensor]))
+    return first(differentiable(run, backward, [tensor]))
 
 
 def _start_broadcast(tensor: Tensor, root_rank: int, name: str, process_set: ProcessSet) -> Handle:
@@ -427,7 +432,7 @@ def _start_broadcast(tensor: Tensor, root_rank: int, name: str, process_set: Pro
         task = queue(process_set).broadcast_async(array_of(copy), root_of(root_rank, process_set), name=name)
         return handle_of(task, lambda _: put_back([plain], [copy])).then(lambda _: tensor)
 
-    return told_by_name([name], process_set, begin)
+    return submit_named([name], process_set, begin)
 
 
 def alltoall_async(
@@ -448,24 +453,24 @@ def alltoall(
 ) -> Any:
     """Send the first `splits[0]` rows to rank 0, and so on (None: as many to each); return what has come, and where
     `splits` are given also how much from each. Gradients go through it."""
-    rows, counts = _exchanged(tensor, splits, name_of("alltoall", name, process_set), process_set)
+    rows, counts = _alltoall_tensor(tensor, splits, name_of("alltoall", name, process_set), process_set)
     return rows if splits is None else (rows, counts)
 
 
-def _exchanged(
+def _alltoall_tensor(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str, process_set: ProcessSet
 ) -> tuple[Tensor, Tensor]:
     counts: list[Tensor] = []
 
-    def run(own: list[Tensor]) -> list[Tensor]:
-        rows, received = synchronize(_start_exchange(own[0], splits, name, process_set))
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        rows, received = synchronize(_start_exchange(inputs[0], splits, name, process_set))
         counts.append(received)
         return [rows]
 
-    def back(grads: list[Tensor]) -> list[Tensor]:
-        return [_exchanged(grads[0], counts[0], f"gradient of {name}", process_set)[0]]
+    def backward(grads: list[Tensor]) -> list[Tensor]:
+        return [_alltoall_tensor(grads[0], counts[0], f"gradient of {name}", process_set)[0]]
 
-    return first(differentiable(run, back, [tensor])), counts[0]
+    return first(differentiable(run, backward, [tensor])), counts[0]
 
 
 def _start_exchange(
@@ -479,7 +484,7 @@ def _start_exchange(
         task = queue(process_set).alltoall_async(array_of(staged(tensor)), lengths, name=name)
         return handle_of(task, lambda pair: (on_device_of(tensor, pair[0]), torch.from_numpy(pair[1]).to(kind)))
 
-    return told_by_name([name], process_set, begin)
+    return submit_named([name], process_set, begin)
 
 
 def reducescatter_async(
@@ -511,9 +516,9 @@ def reducescatter(
     """This rank's rows of `allreduce`; the first ranks have one more where they differ. Gradients go through sums and
     means."""
     names = [name_of("reducescatter", name, process_set)]
-    how = _row_scaling(names, process_set, op, prescale_factor, postscale_factor)
-    small = compressed(compression, [tensor], names, process_set)
-    return first(small.restored(_scattered(small.tensors, names, how, process_set)))
+    scaling = _row_scaling(names, process_set, op, prescale_factor, postscale_factor)
+    small = compress(compression, [tensor], names, process_set)
+    return first(small.restore(_reducescatter_tensors(small.tensors, names, scaling, process_set)))
 
 
 def grouped_reducescatter_async(
@@ -526,7 +531,7 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Start a `grouped_reducescatter`."""
     names = names_of("grouped_reducescatter", name, tensors, process_set)
-    return joined(
+    return join_handles(
         _start_rows(
             tensors, names, _row_scaling(names, process_set, op, prescale_factor, postscale_factor), process_set
         )
@@ -544,40 +549,46 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """`reducescatter` of several tensors: a list. Gradients go through sums and means."""
     names = names_of("grouped_reducescatter", name, tensors, process_set)
-    how = _row_scaling(names, process_set, op, prescale_factor, postscale_factor)
-    small = compressed(compression, tensors, names, process_set)
-    return small.restored(_scattered(small.tensors, names, how, process_set))
+    scaling = _row_scaling(names, process_set, op, prescale_factor, postscale_factor)
+    small = compress(compression, tensors, names, process_set)
+    return small.restore(_reducescatter_tensors(small.tensors, names, scaling, process_set))
 
 
-def _row_scaling(names: Sequence[str], process_set: ProcessSet, op: QueueOp, before: float, after: float) -> Scaling:
-    def made() -> Scaling:
-        how = scaling(None, op, before, after)
-        if how.op == Adasum:
+def _row_scaling(
+    names: Sequence[str], process_set: ProcessSet, op: QueueOp, prescale: float, postscale: float
+) -> Scaling:
+    def make() -> Scaling:
+        scaling = make_scaling(None, op, prescale, postscale)
+        if scaling.op == Adasum:
             raise UsageError("reducescatter has no Adasum; expected Average, Sum, Min, Max or Product")
-        return how
+        return scaling
 
-    return told_by_name(names, process_set, made)
+    return submit_named(names, process_set, make)
 
 
-def _start_rows(tensors: Sequence[Tensor], names: Sequence[str], how: Scaling, process_set: ProcessSet) -> list[Handle]:
+def _start_rows(
+    tensors: Sequence[Tensor], names: Sequence[str], scaling: Scaling, process_set: ProcessSet
+) -> list[Handle]:
     def begin(at: int) -> Task:
-        array, (op, before, after) = array_of(staged(tensors[at])), how
+        array, (op, prescale, postscale) = array_of(staged(tensors[at])), scaling
         return queue(process_set).reducescatter_async(
-            array, name=names[at], op=cast(Any, op), prescale=before, postscale=after
+            array, name=names[at], op=cast(Any, op), prescale=prescale, postscale=postscale
         )
 
-    tasks = begun_by_name(names, process_set, begin)
+    tasks = submit_each(names, process_set, begin)
     return [handle_of(task, partial(on_device_of, tensor)) for task, tensor in zip(tasks, tensors, strict=True)]
 
 
-def _scattered(tensors: Sequence[Tensor], names: Sequence[str], how: Scaling, process_set: ProcessSet) -> list[Tensor]:
-    def run(own: list[Tensor]) -> list[Tensor]:
-        return [synchronize(handle) for handle in _start_rows(own, names, how, process_set)]
+def _reducescatter_tensors(
+    tensors: Sequence[Tensor], names: Sequence[str], scaling: Scaling, process_set: ProcessSet
+) -> list[Tensor]:
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        return [synchronize(handle) for handle in _start_rows(inputs, names, scaling, process_set)]
 
-    def back(grads: list[Tensor]) -> list[Tensor]:
-        check_differentiable("reducescatter", how.op)
-        factor = how.prescale * how.postscale * (process_set.size() if how.op == Sum else 1)
-        own = [grad * factor for grad in grads]
-        return gathered(own, [f"gradient of {name}" for name in names], process_set)
+    def backward(grads: list[Tensor]) -> list[Tensor]:
+        check_differentiable("reducescatter", scaling.op)
+        factor = scaling.prescale * scaling.postscale * (process_set.size() if scaling.op == Sum else 1)
+        scaled = [grad * factor for grad in grads]
+        return allgather_tensors(scaled, [f"gradient of {name}" for name in names], process_set)
 
-    return differentiable(run, back, tensors)
+    return differentiable(run, backward, tensors)

@@ -59,15 +59,15 @@ class State:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned. Raises UsageError if it is of another model."""
-        known = {name: parameter for parameter, name in self.names.items()}
+        parameters = {name: parameter for parameter, name in self.names.items()}
         for name, residual in saved["residuals"].items():
-            if name not in known or known[name].shape != residual.shape:
-                there = f"has shape {tuple(known[name].shape)}" if name in known else "is not there"
+            if name not in parameters or parameters[name].shape != residual.shape:
+                problem = f"has shape {tuple(parameters[name].shape)}" if name in parameters else "is not there"
                 raise UsageError(
-                    f"parameter '{name}' of shape {tuple(residual.shape)} was saved; in this model it {there}"
+                    f"parameter '{name}' of shape {tuple(residual.shape)} was saved; in this model it {problem}"
                 )
-        of_file = saved["residuals"].items()  # which may have been read to another device
-        self.residuals = {name: residual.to(known[name].device, copy=True) for name, residual in of_file}
+        saved_residuals = saved["residuals"].items()  # which may have been read to another device
+        self.residuals = {name: residual.to(parameters[name].device, copy=True) for name, residual in saved_residuals}
 
     def _residual(self, parameter: Tensor) -> Tensor:
         """The residual of the gradient of a parameter: a tensor of its shape, to be changed in place."""
@@ -88,8 +88,7 @@ def allreduce_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
 def block_topk_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     """Average the blocks of a bucket that are largest by their norm on each rank, a part `state.density` of all.
 
-    What is not sent is kept, and added to the gradient of the next step (error feedback). Sparse gradients are sent
-    whole.
+    The rest is kept, and added to the gradient of the next step (error feedback). Sparse gradients are sent whole.
     """
     if not bucket.buffer().is_sparse:
         with told_to_others(state.group):

@@ -74,10 +74,12 @@ class ElasticSampler(Sampler[int]):
         self._sampling.deal(session.rank(), session.size())
 
     def exchange(self, name: str) -> None:
-        """Tell all ranks what was recorded since they were told last. All ranks call it: `TorchState.commit` does. One
-        that has joined tells nothing."""
-        done = self._sampling.untold()
-        self._sampling.told(session.queue().allreduce_async(done, name=f"sampler.{name}", op="any").wait())
+        """Tell all ranks which samples this rank has recorded since the last exchange. All ranks call it:
+        `TorchState.commit` does. A rank that has joined tells nothing."""
+        unreported = self._sampling.unreported()
+        self._sampling.take_reported(
+            session.queue().allreduce_async(unreported, name=f"sampler.{name}", op="any").wait()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The epoch, and what is done of it."""
@@ -102,7 +104,7 @@ class TorchState(ObjectState):
         self._samplers = {name: value for name, value in values.items() if isinstance(value, ElasticSampler)}
         self.__dict__.update(self._samplers)
         self.model, self.optimizer = model, optimizer
-        self._kept_states: list[Any] = []
+        self._saved_states: list[Any] = []
         super().__init__(**{name: value for name, value in values.items() if name not in self._samplers})
 
     def _stateful(self) -> list[Any]:
@@ -128,15 +130,15 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """Keep everything as it is now, on this rank, or nothing: to fetch the state of an optimizer may fail."""
-        kept = [copy.deepcopy(stateful.state_dict()) for stateful in self._stateful()]
+        states = [copy.deepcopy(stateful.state_dict()) for stateful in self._stateful()]
         super().save()
-        self._kept_states = kept
+        self._saved_states = states
 
     def restore(self) -> None:
-        """Go back to what was kept."""
+        """Go back to the state of the last `save`."""
         super().restore()
-        for stateful, kept in zip(self._stateful(), self._kept_states, strict=True):
-            stateful.load_state_dict(copy.deepcopy(kept))
+        for stateful, saved in zip(self._stateful(), self._saved_states, strict=True):
+            stateful.load_state_dict(copy.deepcopy(saved))
         if self.model is not None:
             self.model.zero_grad()  # gradients of the step that failed
 
@@ -152,8 +154,10 @@ class TorchState(ObjectState):
             elif self.optimizer is not None:
                 broadcast_optimizer_state(self.optimizer, root)
         for name, sampler in self._samplers.items():
-            own = sampler.state_dict()
-            sampler.load_state_dict(session.queue().broadcast_object_async(own, root, name=f"sampler.{name}").wait())
+            own_state = sampler.state_dict()
+            sampler.load_state_dict(
+                session.queue().broadcast_object_async(own_state, root, name=f"sampler.{name}").wait()
+            )
         super().sync()
 
     def on_reset(self) -> None:

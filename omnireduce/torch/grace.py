@@ -32,23 +32,23 @@ class Buckets:
     def name_of(self, parameters: list[Tensor], state: Communicator) -> str:
         """The name of the bucket of these parameters, in this order.
 
-        A new one takes the place of all that had some of them, and of those whose parameters are no more. What `state`
-        keeps of these is given up.
+        A new bucket replaces all buckets that had some of them, and those whose parameters are gone. The state that
+        `state` keeps for these is dropped.
         """
-        own = [id(parameter) for parameter in parameters]
-        for name, known in self._parameters.items():
-            if [id(reference()) for reference in known] == own:
+        parameter_ids = [id(parameter) for parameter in parameters]
+        for name, references in self._parameters.items():
+            if [id(reference()) for reference in references] == parameter_ids:
                 return name
-        for name, known in list(self._parameters.items()):
-            if any(reference() is None or id(reference()) in own for reference in known):
+        for name, references in list(self._parameters.items()):
+            if any(reference() is None or id(reference()) in parameter_ids for reference in references):
                 del self._parameters[name]
-                state.forget([name, *(_of_gradient(name, i) for i in range(len(known)))])
+                state.forget([name, *(_gradient_name(name, i) for i in range(len(references)))])
         name = f"bucket {next(self._numbers)}"
         self._parameters[name] = [ref(parameter) for parameter in parameters]
         return name
 
 
-def _of_gradient(bucket: str, number: int) -> str:
+def _gradient_name(bucket: str, number: int) -> str:
     return f"{bucket}, gradient {number}"
 
 
@@ -59,9 +59,9 @@ def grace_hook(state: Communicator, bucket: dist.GradBucket) -> Future[Tensor]:
     """Combine a bucket as `state`, what `grace_from_params` returns, says. With PowerSGD its gradients go one by one:
     they are the matrices.
 
-    What a memory keeps is known by the parameters of the bucket and their order. DistributedDataParallel makes its
-    buckets anew after the first step: where they change, what was kept of that step is lost. Raises UsageError for a
-    sparse gradient.
+    A memory knows a gradient by the parameters of the bucket and their order. DistributedDataParallel makes its buckets
+    anew after the first step: where they change, what was kept of that step is lost. Raises UsageError for a sparse
+    gradient.
     """
     buffer = bucket.buffer()
     with told_to_others(state.comm):
@@ -70,12 +70,12 @@ def grace_hook(state: Communicator, bucket: dist.GradBucket) -> Future[Tensor]:
     name = _buckets.setdefault(state, Buckets()).name_of(bucket.parameters(), state)
     if isinstance(state.compressor, PowerSGDCompressor):
         for i, gradient in enumerate(bucket.gradients()):
-            gradient.copy_(state.step(gradient, _of_gradient(name, i)))
+            gradient.copy_(state.step(gradient, _gradient_name(name, i)))
     else:
         buffer.copy_(state.step(buffer, name))
-    done: Future[Tensor] = Future(devices=gpus_of([buffer]))
-    done.set_result(buffer)
-    return done
+    future: Future[Tensor] = Future(devices=gpus_of([buffer]))
+    future.set_result(buffer)
+    return future
 
 
 Communicator.hook_of_torch = staticmethod(grace_hook)  # the library does not know torch
@@ -102,7 +102,9 @@ class GraceGradients(StepGradients):
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         self._parameters = {
-            name: parameter for name, parameter in self._names.of(optimizer).items() if parameter.requires_grad
+            name: parameter
+            for name, parameter in self._names.parameters_of(optimizer).items()
+            if parameter.requires_grad
         }
 
     @torch.no_grad()
@@ -111,9 +113,9 @@ class GraceGradients(StepGradients):
             gradients = {name: _dense(name, parameter) for name, parameter in self._parameters.items()}
         if self._number is None:
             self._number = next(_numbers.setdefault(self._grace, count()))
-        beside = f" of optimizer {self._number}" if self._number else ""
+        suffix = f" of optimizer {self._number}" if self._number else ""
         for name, gradient in gradients.items():
-            gradient.copy_(self._grace.step(gradient, name + beside))
+            gradient.copy_(self._grace.step(gradient, name + suffix))
         self._is_combined = True
 
     def set_passes(self, passes: int) -> None:

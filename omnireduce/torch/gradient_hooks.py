@@ -23,25 +23,25 @@ Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 class ParameterNames:
-    """Names of parameters, the same on all ranks. `given`: None to number them."""
+    """Names of parameters, the same on all ranks. `names`: None to number them."""
 
-    def __init__(self, given: Named | None) -> None:
-        self._given = None if given is None else _checked(given)
+    def __init__(self, names: Named | None) -> None:
+        self._names = None if names is None else _names_by_parameter(names)
 
-    def of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    def parameters_of(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """The parameters that the optimizer has now by name, in its order. Raises UsageError for one without a name."""
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._given is None:
-            return {f"parameter {i}": parameter for i, parameter in enumerate(own)}
-        missing = sum(parameter not in self._given for parameter in own)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._names is None:
+            return {f"parameter {i}": parameter for i, parameter in enumerate(parameters)}
+        missing = sum(parameter not in self._names for parameter in parameters)
         if missing:
             raise UsageError(
                 f"named_parameters: expected a name for each parameter; {missing} parameters of the optimizer have none"
             )
-        return {self._given[parameter]: parameter for parameter in own}
+        return {self._names[parameter]: parameter for parameter in parameters}
 
 
-def _checked(named: Named) -> dict[Tensor, str]:
+def _names_by_parameter(named: Named) -> dict[Tensor, str]:
     """The name of each parameter. Raises UsageError where two have the same, and for what is no name and parameter."""
     pairs = list(named.items() if isinstance(named, Mapping) else named)
     for pair in pairs:
@@ -60,7 +60,7 @@ def _checked(named: Named) -> dict[Tensor, str]:
 class ReductionSettings(NamedTuple):
     """A way to combine gradients: see `DistributedOptimizer`."""
 
-    how: Scaling
+    base: Scaling
     predivides: float
     compression: type[Any]
     sparse_as_dense: bool
@@ -69,7 +69,7 @@ class ReductionSettings(NamedTuple):
     @property
     def scaling(self) -> Scaling:
         """For as many ranks as there are now."""
-        return self.how if self.predivides == 1 else self.how.predivided(self.predivides, self.process_set.size())
+        return self.base if self.predivides == 1 else self.base.predivided(self.predivides, self.process_set.size())
 
 
 class Entry:
@@ -111,10 +111,10 @@ class Entry:
         gradient = cast(Tensor, self.parameter.grad)
         return gradient.to_dense() if gradient.is_sparse else gradient
 
-    def take(self, found: Tensor) -> None:
+    def take(self, gradient: Tensor) -> None:
         """A dense gradient in place of the parameter's, which stays sparse if it is."""
-        if found is not self.parameter.grad:
-            self.parameter.grad = found.to_sparse(self.sparse_dim) if self.is_sparse else found
+        if gradient is not self.parameter.grad:
+            self.parameter.grad = gradient.to_sparse(self.sparse_dim) if self.is_sparse else gradient
 
 
 class StepGradients(ABC):
@@ -129,7 +129,7 @@ class StepGradients(ABC):
 
     @abstractmethod
     def combine(self) -> None:
-        """Combine all gradients, and wait for that. One that this rank has not made counts as zeros."""
+        """Combine all gradients, and wait for that. A gradient that this rank has not made counts as zeros."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """A hook of the optimizer."""
@@ -159,7 +159,7 @@ class Gradients(StepGradients):
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: ParameterNames, settings: ReductionSettings, passes: int
     ) -> None:
-        self._names, self._way, self._passes = names, settings, passes
+        self._names, self._settings, self._passes = names, settings, passes
         self._is_plain = settings.compression is NoneCompressor
         self._entries: dict[Tensor, Entry] = {}  # of parameters that have a hook
         self.watch(optimizer)
@@ -167,29 +167,29 @@ class Gradients(StepGradients):
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """Hook on to the parameters that the optimizer has now, unless this rank is outside of the process set. Raises
         UsageError for one without a name."""
-        is_member = self._way.process_set.included()
-        for name, parameter in self._names.of(optimizer).items():
+        is_member = self._settings.process_set.included()
+        for name, parameter in self._names.parameters_of(optimizer).items():
             if is_member and parameter.requires_grad and parameter not in self._entries:
                 entry = self._entries[parameter] = Entry(parameter, name, self._passes)
-                hook = parameter.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), entry))
+                hook = parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), entry))
                 weakref.finalize(self, hook.remove).atexit = False
 
     def put_in_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Combine those of each group together. Raises UsageError for what is no parameter of the optimizer."""
-        for group in groups if self._way.process_set.included() else ():
-            own = [self._entries[tensor] for tensor in group if tensor in self._entries]
-            if len(own) < len(group):
-                raise UsageError(f"groups: {len(group) - len(own)} tensors are no parameters of the optimizer")
-            for entry in own:
-                if entry.group or own.count(entry) > 1:
+        for group in groups if self._settings.process_set.included() else ():
+            entries = [self._entries[tensor] for tensor in group if tensor in self._entries]
+            if len(entries) < len(group):
+                raise UsageError(f"groups: {len(group) - len(entries)} tensors are no parameters of the optimizer")
+            for entry in entries:
+                if entry.group or entries.count(entry) > 1:
                     raise UsageError(f"groups: parameter '{entry.name}' is there twice; expected each in one group")
-            for entry in own:
-                entry.group = own
+            for entry in entries:
+                entry.group = entries
 
     def split_in_groups(self, number: int) -> None:
         """Combine the gradients in so many groups."""
-        own = list(self._entries)
-        self.put_in_groups([own[at::number] for at in range(min(number, len(own)))])
+        parameters = list(self._entries)
+        self.put_in_groups([parameters[at::number] for at in range(min(number, len(parameters)))])
 
     def set_passes(self, passes: int) -> None:
         """From now on backward runs so often before a step."""
@@ -197,7 +197,7 @@ class Gradients(StepGradients):
         for entry in self._entries.values():
             entry.passes_left = passes
 
-    def made(self, entry: Entry) -> None:
+    def note_gradient(self, entry: Entry) -> None:
         """Backward has made a gradient. Raises UsageError where it was made too often."""
         if entry.passes_left < 1 or entry.handle is not None:
             raise UsageError(
@@ -219,47 +219,47 @@ class Gradients(StepGradients):
         try:
             self._start_each(entries, name)
         except Exception as error:
-            left = [entry.gradient_name for entry in entries if entry.is_sparse and entry.handle is None]
-            queue(self._way.process_set).refuse(error, name, *left)
+            remaining = [entry.gradient_name for entry in entries if entry.is_sparse and entry.handle is None]
+            queue(self._settings.process_set).refuse(error, name, *remaining)
             for entry in entries:
                 entry.passes_left = self._passes  # backward may run again
             raise
 
     def _start_each(self, entries: Sequence[Entry], name: str) -> None:
-        gradient, (op, before, after) = entries[0].parameter.grad, self._way.scaling
+        gradient, (op, prescale, postscale) = entries[0].parameter.grad, self._settings.scaling
         for entry in entries:
             entry.version = cast(Tensor, entry.parameter.grad)._version
         is_alone = self._is_plain and len(entries) == 1 and gradient is not None
         if is_alone and gradient.dtype is torch.float32 and gradient.is_cpu and gradient.is_contiguous():
-            array, own = array_of(gradient.detach()), queue(self._way.process_set)
-            task = own.allreduce_async(array, name=name, op=op, prescale=before, postscale=after)
-            entries[0].handle = handle_of(task, _nothing)
+            array, process_queue = array_of(gradient.detach()), queue(self._settings.process_set)
+            task = process_queue.allreduce_async(array, name=name, op=op, prescale=prescale, postscale=postscale)
+            entries[0].handle = handle_of(task, _discard_result)
             return
         with torch.no_grad():
             for entry in entries:
                 if entry.is_sparse:
                     entry.sparse_dim = cast(Tensor, entry.parameter.grad).sparse_dim()
-                    if not self._way.sparse_as_dense:
+                    if not self._settings.sparse_as_dense:
                         entry.handle = self._start_sparse(entry)
             self._start_dense([entry for entry in entries if entry.handle is None], name)
 
     def _start_sparse(self, entry: Entry) -> Handle:
-        (op, before, after), gradient = self._way.scaling, cast(Tensor, entry.parameter.grad)
-        if (op not in (Average, Sum)) or before != 1 or after != 1:
+        (op, prescale, postscale), gradient = self._settings.scaling, cast(Tensor, entry.parameter.grad)
+        if (op not in (Average, Sum)) or prescale != 1 or postscale != 1:
             raise UsageError(
                 f"'{entry.name}' has a sparse gradient: expected op Average or Sum, or sparse_as_dense=True"
             )
-        handle = start_sum_of_rows(gradient, op, entry.gradient_name, self._way.process_set)
+        handle = start_sum_of_rows(gradient, op, entry.gradient_name, self._settings.process_set)
 
-        def put_back(found: Tensor) -> None:
-            entry.parameter.grad = found
+        def put_back(combined: Tensor) -> None:
+            entry.parameter.grad = combined
 
         return handle.then(put_back)
 
     def _start_dense(self, entries: Sequence[Entry], name: str) -> None:
         if not entries:
             return
-        settings = self._way
+        settings = self._settings
         small = [settings.compression.compress(entry.dense_gradient()) for entry in entries]
         tensors = [tensor for tensor, _ in small]
         handle = start_reduction(tensors, tensors, settings.scaling, name, settings.process_set)
@@ -274,8 +274,8 @@ class Gradients(StepGradients):
 
     @torch.no_grad()
     def combine(self) -> None:
-        """Wait until all gradients are combined. One that this rank has not made counts as zeros. Raises UsageError
-        where one was changed meanwhile."""
+        """Wait until all gradients are combined. A gradient that this rank has not made counts as zeros. Raises
+        UsageError where one was changed meanwhile."""
         entries = list(self._entries.values())
         changed = [entry.name for entry in entries if entry.has_changed]
         left = [entry for entry in entries if entry.handle is None]
@@ -317,14 +317,14 @@ class Gradients(StepGradients):
             raise UsageError("zero_grad between backward and step, while gradients are combined; call step first")
 
 
-def _made(gradients: weakref.ref[Gradients], entry: Entry, _: Tensor) -> None:
+def _on_gradient(reference: weakref.ref[Gradients], entry: Entry, _: Tensor) -> None:
     """A hook, which does not keep an optimizer that the program has dropped."""
-    own = gradients()
-    if own is not None:
-        own.made(entry)
+    target = reference()
+    if target is not None:
+        target.note_gradient(entry)
 
 
-def _nothing(_: object) -> None:
+def _discard_result(_: object) -> None:
     """The gradient has its result."""
 
 

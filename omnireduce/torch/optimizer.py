@@ -20,7 +20,7 @@ from torch import Tensor
 from omnireduce.compression.grace import Communicator as Grace
 from omnireduce.data_parallel.horovod import Compression
 from omnireduce.data_parallel.queue import QueueOp
-from omnireduce.data_parallel.scaling import Average, scaling
+from omnireduce.data_parallel.scaling import Average, make_scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, session_of
 from omnireduce.errors import UsageError, a_type
 from omnireduce.torch.grace import GraceGradients
@@ -51,38 +51,39 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From now on backward runs so often before a step. Raises UsageError for less than once."""
-        self._gradients.set_passes(_at_least_once(passes))
+        self._gradients.set_passes(_check_passes(passes))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As before. Raises UsageError while gradients are combined."""
+        """Clear the gradients, as in torch. Raises UsageError while gradients are combined."""
         self._gradients.check_idle()
         super().zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As before. Gradients that are under way are waited for, and given up: for after a fault."""
+        """Load a state, as in torch. Gradients under way are waited for and dropped: for use after a fault."""
         self._gradients.settle()
         super().load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As before; the new parameters' gradients are combined, too. Raises UsageError for one without a name."""
+        """Add a group, as in torch. The gradients of its parameters are combined, too. Raises UsageError for a
+        parameter without a name."""
         super().add_param_group(param_group)
         self._gradients.watch(self)
 
 
-def _graces_order(make: Callable[P, Any]) -> Callable[P, Any]:
-    """Understand GRACE's order as well: its object comes second, before the named parameters."""
+def _accepts_grace_second(make: Callable[P, Any]) -> Callable[P, Any]:
+    """Wrap a function, so that it accepts the order of GRACE as well: the object of GRACE as the second argument."""
 
     @wraps(make)
     def call(*args: Any, **named: Any) -> Any:
         if len(args) > 1 and all(hasattr(args[1], name) for name in ("compressor", "memory")):
-            optimizer, grace, *others = args
-            return make(optimizer, *others, grace=grace, **named)
+            optimizer, grace, *remaining = args
+            return make(optimizer, *remaining, grace=grace, **named)
         return make(*args, **named)
 
     return call
 
 
-@_graces_order
+@_accepts_grace_second
 def DistributedOptimizer(  # noqa: N802  Horovod's name
     optimizer: torch.optim.Optimizer,
     named_parameters: Named | None = None,
@@ -123,20 +124,20 @@ def DistributedOptimizer(  # noqa: N802  Horovod's name
     if isinstance(optimizer, ShardedOptimizer):
         raise UsageError("a ShardedOptimizer combines gradients itself; expected one of torch.optim")
     names = ParameterNames(named_parameters)
-    passes = _at_least_once(backward_passes_per_step)
+    passes = _check_passes(backward_passes_per_step)
     if grace is not None:
-        others = {"compression": compression is not Compression.none, "op": op is not Average}
-        others |= {"gradient_predivide_factor": gradient_predivide_factor != 1}
-        others |= {"num_groups": bool(num_groups), "groups": bool(groups)}
-        others |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set is not global_process_set}
-        for word in (word for word, is_given in others.items() if is_given):
-            raise UsageError(f"{word} beside grace, which combines gradients in its own way: leave {word} out")
+        unsupported = {"compression": compression is not Compression.none, "op": op is not Average}
+        unsupported |= {"gradient_predivide_factor": gradient_predivide_factor != 1}
+        unsupported |= {"num_groups": bool(num_groups), "groups": bool(groups)}
+        unsupported |= {"sparse_as_dense": sparse_as_dense, "process_set": process_set is not global_process_set}
+        for name in (name for name, is_given in unsupported.items() if is_given):
+            raise UsageError(f"{name} beside grace, which combines gradients in its own way: leave {name} out")
         return _distributed(optimizer, GraceGradients(optimizer, names, grace))
     session_of()
-    how = scaling(None, op)
-    how.predivided(gradient_predivide_factor, process_set.size())  # raises what is wrong with it
-    way = ReductionSettings(how, gradient_predivide_factor, compression, sparse_as_dense, process_set)
-    gradients = Gradients(optimizer, names, way, passes)
+    scaling = make_scaling(None, op)
+    scaling.predivided(gradient_predivide_factor, process_set.size())  # raises what is wrong with it
+    settings = ReductionSettings(scaling, gradient_predivide_factor, compression, sparse_as_dense, process_set)
+    gradients = Gradients(optimizer, names, settings, passes)
     number = groups if isinstance(groups, int) else num_groups
     if number:
         gradients.split_in_groups(number)
@@ -150,12 +151,12 @@ def _distributed(optimizer: torch.optim.Optimizer, gradients: StepGradients) -> 
     optimizer.register_step_pre_hook(gradients.before_step)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__})
-    made = cast(Distributed, optimizer)
-    made._gradients = gradients
-    return made
+    distributed = cast(Distributed, optimizer)
+    distributed._gradients = gradients
+    return distributed
 
 
-def _at_least_once(passes: int) -> int:
+def _check_passes(passes: int) -> int:
     if not isinstance(passes, int) or passes < 1:
         raise UsageError(f"backward_passes_per_step {passes}: expected a whole number, 1 or more")
     return passes

@@ -27,7 +27,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.session import communicator
 from omnireduce.errors import UsageError, a_type
 from omnireduce.optimizers.rules import Rule, check_rule
-from omnireduce.optimizers.sharded import ShardedOptimizer as OfArrays
+from omnireduce.optimizers.sharded import ShardedOptimizer as ArrayOptimizer
 from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.support.logs import tagged
 from omnireduce.torch.tensors import array_of, staged
@@ -45,12 +45,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     `clip_norm`: the mean of the gradients of all ranks is made no longer than this, the parameters of all groups taken
     together, as by `torch.nn.utils.clip_grad_norm_`. `clip_value`: no element of the mean is larger than this, or less
-    than minus this. What is clipped before `step` are the gradients of each rank, and not their mean.
+    than minus this. Clipping before `step` would clip the gradients of each rank, and not their mean.
 
-    At the first step all ranks get the weights of rank 0. Where theirs may be others, all call `restore` before they
-    compute the first gradients. All ranks call all methods in the same order, `state_dict` too: it has the form of
-    torch's optimizers, and is the same on all ranks. Raises what `omnireduce.ShardedOptimizer` raises, and UsageError
-    before `init`.
+    At the first step all ranks get the weights of rank 0. If theirs may differ, all call `restore` before they compute
+    the first gradients. All ranks call all methods in the same order, `state_dict` too: it has the form of torch's
+    optimizers, and is the same on all ranks. Raises what `omnireduce.ShardedOptimizer` raises, and UsageError before
+    `init`.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**_numbers_of(rule), "rule": rule, "rows": False})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch does. Raises UsageError for parameters that cannot be, and adds none then."""
+        """Add a group of parameters, as in torch. Raises UsageError for invalid parameters, and adds none then."""
         if not isinstance(param_group, dict):
             raise UsageError(f"a group of parameters is {a_type(param_group)}; expected a dict")
         rule = param_group.get("rule", self.defaults["rule"])
         check_rule(rule)
         super().add_param_group({**_numbers_of(rule), **param_group})
         try:
-            more = {"clip_norm": self._clip_norm, "clip_value": self._clip_value}
-            self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}", **more))
+            clipping = {"clip_norm": self._clip_norm, "clip_value": self._clip_value}
+            self._parts.append(_Group(self.param_groups[-1], f"{self._name}.{len(self._parts)}", **clipping))
         except UsageError:
             self.param_groups.pop()
             raise
@@ -89,9 +89,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if any(changed):
             _warn_of_changed_gradients()
         with told_to_others(self._parts[0]):
-            begun = [(part, part.prepared()) for part in self._parts]  # before anything is sent
-        norm = None if self._clip_norm is None else _norm_of(begun)
-        for end in [part.begin_update(gradients, norm) for part, gradients in begun]:
+            prepared = [(part, part.prepared()) for part in self._parts]  # before anything is sent
+        norm = None if self._clip_norm is None else _norm_of(prepared)
+        for end in [part.begin_update(gradients, norm) for part, gradients in prepared]:
             end()
         return loss
 
@@ -110,9 +110,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         saved: dict[str, Any] = super().state_dict()
         for group in saved["param_groups"]:
             del group["rule"]  # a state is plain data; who loads it has the rule
-        kept = [] if self._pending is not None else [part.state() for part in self._parts]
+        shard_states = [] if self._pending is not None else [part.state() for part in self._parts]
         numbers = (number for group in saved["param_groups"] for number in group["params"])
-        states = (state for group in kept for state in group)
+        states = (state for group in shard_states for state in group)
         saved["state"] = {number: state for number, state in zip(numbers, states, strict=False) if state}
         saved["state"] = saved["state"] if self._pending is None else self._pending["state"]
         return saved
@@ -123,12 +123,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         0 at the next step, or at `restore`. Raises UsageError for a state of other groups."""
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
             raise UsageError("the state has no 'state' or no 'param_groups'; expected what state_dict has returned")
-        own, given = self.param_groups, state_dict["param_groups"]
-        if len(own) != len(given):
-            raise UsageError(f"a state of {len(given)} groups; expected {len(own)}")
+        own_groups, loaded_groups = self.param_groups, state_dict["param_groups"]
+        if len(own_groups) != len(loaded_groups):
+            raise UsageError(f"a state of {len(loaded_groups)} groups; expected {len(own_groups)}")
         groups = [
-            {**{name: x for name, x in mine.items() if name != "params"}, **other, "rule": mine["rule"]}
-            for mine, other in zip(own, given, strict=True)
+            {
+                **{name: x for name, x in own_group.items() if name != "params"},
+                **loaded_group,
+                "rule": own_group["rule"],
+            }
+            for own_group, loaded_group in zip(own_groups, loaded_groups, strict=True)
         ]
         super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
         for part, group in zip(self._parts, self.param_groups, strict=True):
@@ -153,9 +157,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part.close()
 
 
-def _norm_of(begun: Sequence[tuple[_Group, dict[str, Any]]]) -> float:
+def _norm_of(prepared: Sequence[tuple[_Group, dict[str, Any]]]) -> float:
     """The norm of the means of all gradients together."""
-    ends = [part.begin_squares(gradients) for part, gradients in begun]
+    ends = [part.begin_squares(gradients) for part, gradients in prepared]
     return math.sqrt(sum(end() for end in ends))
 
 
@@ -170,11 +174,11 @@ def _warn_of_changed_gradients() -> None:
         )  # fmt: skip
 
 
-def _made(group: weakref.ref[_Group], at: int, _: Tensor) -> None:
+def _on_gradient(reference: weakref.ref[_Group], at: int, _: Tensor) -> None:
     """A hook, which does not keep an optimizer that the program has dropped."""
-    own = group()
-    if own is not None:
-        own.note(at)
+    target = reference()
+    if target is not None:
+        target.note_gradient(at)
 
 
 def _numbers_of(rule: Rule) -> dict[str, Any]:
@@ -184,7 +188,7 @@ def _numbers_of(rule: Rule) -> dict[str, Any]:
 class _Group:
     """A group of parameters, and its optimizer of arrays."""
 
-    def __init__(self, group: dict[str, Any], name: str, **more: Any) -> None:
+    def __init__(self, group: dict[str, Any], name: str, **clipping: Any) -> None:
         self.group, self.params = group, list[Tensor](group["params"])
         self._copies = [param.detach() if _is_plain(param) else staged(param).clone() for param in self.params]
         weights = {str(at): array_of(copy) for at, copy in enumerate(self._copies)}
@@ -192,15 +196,17 @@ class _Group:
         self._versions = dict[int, int]()  # how often gradients were changed, as torch counts, until backward ended
         for at, param in enumerate(self.params):
             if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(partial(_made, weakref.ref(self), at))
+                hook = param.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), at))
                 weakref.finalize(self, hook.remove).atexit = False
-        self._optimizer = OfArrays(weights, self._rule(), tables=tables, comm=communicator(), name=name, **more)
+        self._optimizer = ArrayOptimizer(
+            weights, self._rule(), tables=tables, comm=communicator(), name=name, **clipping
+        )
 
     def _rule(self) -> Rule:
-        own: Rule = self.group["rule"]
-        return dataclasses.replace(own, **{name: self.group[name] for name in _numbers_of(own)})
+        rule: Rule = self.group["rule"]
+        return dataclasses.replace(rule, **{name: self.group[name] for name in _numbers_of(rule)})
 
-    def note(self, at: int) -> None:
+    def note_gradient(self, at: int) -> None:
         """Backward has made a gradient."""
         self._versions[at] = cast(Tensor, self.params[at].grad)._version
 
@@ -215,7 +221,7 @@ class _Group:
         or the other way round."""
         self._optimizer.rule = self._rule()
         self._stage()
-        return self._optimizer.checked({str(at): self._gradient(at) for at in range(len(self.params))})
+        return self._optimizer.check_gradients({str(at): self._gradient(at) for at in range(len(self.params))})
 
     def begin_squares(self, gradients: Mapping[str, Any]) -> Callable[[], float]:
         """Start to add up the squares of the means; what this returns gives the sum."""
@@ -240,19 +246,19 @@ class _Group:
         self._optimizer.refuse(error)
 
     def _stage(self) -> None:
-        """Before the first step: what weights on a GPU are now."""
+        """Before the first step, copy the weights that are on a GPU."""
         if not self._optimizer.steps:
             self._take_copies()
 
     def _take_copies(self) -> None:
-        for own, copy in zip(self.params, self._copies, strict=True):
-            if own.data_ptr() != copy.data_ptr():
-                copy.copy_(own)
+        for param, copy in zip(self.params, self._copies, strict=True):
+            if param.data_ptr() != copy.data_ptr():
+                copy.copy_(param)
 
     def _put_back(self) -> None:
-        for own, copy in zip(self.params, self._copies, strict=True):
-            if own.data_ptr() != copy.data_ptr():
-                own.copy_(copy)
+        for param, copy in zip(self.params, self._copies, strict=True):
+            if param.data_ptr() != copy.data_ptr():
+                param.copy_(copy)
 
     def _gradient(self, at: int) -> Array | tuple[Array, Array] | None:
         grad = self.params[at].grad
@@ -266,22 +272,24 @@ class _Group:
         return array_of(staged(grad))
 
     def state(self) -> list[dict[str, Any]]:
-        """As torch's optimizers have it, of each parameter; nothing before the first step."""
+        """The state of each parameter, in the form of torch's optimizers; empty before the first step."""
         if not self._optimizer.steps:
             return [{} for _ in self.params]
         saved = self._optimizer.state_dict(None)
         return [
-            {what: torch.from_numpy(values) for what, values in saved["state"][str(at)].items()}
+            {name: torch.from_numpy(values) for name, values in saved["state"][str(at)].items()}
             | {"step": torch.tensor(float(saved["step"]))}
             for at in range(len(self.params))
         ]
 
     def restore(self, states: Sequence[Mapping[str, Any]], root: int) -> None:
         steps = int(max((float(state.get("step", 1)) for state in states if state), default=0))
-        kept = {str(at): _arrays_of(state) or self._optimizer.initial_state(str(at)) for at, state in enumerate(states)}
+        arrays = {
+            str(at): _arrays_of(state) or self._optimizer.initial_state(str(at)) for at, state in enumerate(states)
+        }
         self.close()  # a rank that has loaded nothing, and makes a step meanwhile, is told
         self._take_copies()
-        self._optimizer.load_state_dict({"step": steps, "state": kept} if steps else None, root)
+        self._optimizer.load_state_dict({"step": steps, "state": arrays} if steps else None, root)
         self._put_back()
 
     def close(self) -> None:
@@ -290,7 +298,7 @@ class _Group:
 
 def _arrays_of(state: Mapping[str, Any]) -> dict[str, Array]:
     """Arrays that an optimizer of torch keeps of a parameter, without the number of its steps."""
-    return {what: array_of(staged(x)) for what, x in state.items() if what != "step" and x is not None}
+    return {name: array_of(staged(x)) for name, x in state.items() if name != "step" and x is not None}
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -32,13 +32,13 @@ _Tensor = tuple[
 ]
 
 
-def _said(x: Tensor) -> list[object]:
+def _encode(x: Tensor) -> list[object]:
     if x.layout is not torch.strided or x.is_quantized or x.is_meta or x.dtype not in _NAMES:
         raise UsageError(f"a tensor of {x.dtype}, {x.layout}, on {x.device} is no plain data; {ADVICE}")
     return [_NAMES[x.dtype], list(x.shape), bytes_of(staged(x)).tobytes(), x.requires_grad]
 
 
-def _made(x: tuple[str, list[int], bytes, bool]) -> Tensor:
+def _decode(x: tuple[str, list[int], bytes, bool]) -> Tensor:
     name, shape, data, requires_grad = x
     dtype = DTYPES[name]
     if math.prod(shape) * dtype.itemsize != len(data):
@@ -49,12 +49,12 @@ def _made(x: tuple[str, list[int], bytes, bool]) -> Tensor:
     return tensor.requires_grad_(requires_grad)
 
 
-def _parameter(x: tuple[str, list[int], bytes, bool]) -> nn.Parameter:
-    tensor = _made(x)
+def _decode_parameter(x: tuple[str, list[int], bytes, bool]) -> nn.Parameter:
+    tensor = _decode(x)
     return nn.Parameter(tensor.detach(), tensor.requires_grad)
 
 
-def let_tensors_travel() -> None:
+def register_tensor_codecs() -> None:
     """From now on objects may have tensors and parameters in them."""
-    add_codec(Tensor, "torch.Tensor", ObjectCodec(_said, _Tensor, _made))
-    add_codec(nn.Parameter, "torch.nn.Parameter", ObjectCodec(_said, _Tensor, _parameter))
+    add_codec(Tensor, "torch.Tensor", ObjectCodec(_encode, _Tensor, _decode))
+    add_codec(nn.Parameter, "torch.nn.Parameter", ObjectCodec(_encode, _Tensor, _decode_parameter))

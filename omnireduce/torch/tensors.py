@@ -27,7 +27,7 @@ class Handle(NamedTuple):
     finish: Callable[[list[Any]], Any]
 
     def then(self, change: Callable[[Any], Any]) -> Handle:
-        """The same with another result, which `change` makes of this one's."""
+        """A handle of the same collectives whose result is `change` of this one's result."""
         return Handle(self.tasks, lambda results: change(self.finish(results)))
 
     def __call__(self) -> Any:
@@ -39,13 +39,16 @@ def handle_of(task: Task, finish: Callable[[Any], Any]) -> Handle:
     return Handle((task,), lambda results: finish(results[0]))
 
 
-def joined(handles: list[Handle]) -> Handle:
-    """All of them in one, whose result is the list of theirs."""
-    ends = [len(handle.tasks) for handle in handles]
+def join_handles(handles: list[Handle]) -> Handle:
+    """One handle for all of these. Its result is the list of their results."""
+    counts = [len(handle.tasks) for handle in handles]
 
     def finish(results: list[Any]) -> list[Any]:
-        left = iter(results)
-        return [handle.finish([next(left) for _ in range(many)]) for handle, many in zip(handles, ends, strict=True)]
+        remaining = iter(results)
+        return [
+            handle.finish([next(remaining) for _ in range(count)])
+            for handle, count in zip(handles, counts, strict=True)
+        ]
 
     return Handle(tuple(task for handle in handles for task in handle.tasks), finish)
 
@@ -108,7 +111,7 @@ def staged(tensor: Tensor) -> Tensor:
         return plain
     _check_dense(plain)
     plain = plain.resolve_conj().resolve_neg()
-    return room_for(plain).copy_(plain) if plain.is_cuda else plain.contiguous()
+    return staging_buffer(plain).copy_(plain) if plain.is_cuda else plain.contiguous()
 
 
 def copied(tensor: Tensor) -> Tensor:
@@ -117,7 +120,7 @@ def copied(tensor: Tensor) -> Tensor:
     return copy.clone() if copy.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() else copy
 
 
-def room_for(tensor: Tensor) -> Tensor:
+def staging_buffer(tensor: Tensor) -> Tensor:
     """A contiguous tensor in the processor's memory, of the shape of `tensor`, for values that come later.
 
     For one on a GPU it is pinned: the device copies from and to it by itself.
@@ -125,8 +128,8 @@ def room_for(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
-def room_of(tensor: Tensor) -> Tensor:
-    """Memory for values of `tensor` that come later: its own memory, if it is staged.
+def result_buffer(tensor: Tensor) -> Tensor:
+    """A contiguous tensor in the processor's memory for results of the shape of `tensor`: itself, if it is staged.
 
     Raises UsageError for what is no dense tensor.
     """
@@ -134,7 +137,7 @@ def room_of(tensor: Tensor) -> Tensor:
     if _is_staged(plain):
         return plain
     _check_dense(plain)
-    return room_for(plain)
+    return staging_buffer(plain)
 
 
 def _is_staged(tensor: Tensor) -> bool:
@@ -151,7 +154,7 @@ def _check_dense(tensor: Tensor) -> None:
 
 
 def type_name(tensor: Tensor) -> str:
-    """Such as "float32", and how it is laid out if not dense."""
+    """The element type, such as "float32", and the layout if the tensor is not dense."""
     layout = "" if tensor.layout == torch.strided else f", {str(tensor.layout).removeprefix('torch.')}"
     return str(tensor.dtype).removeprefix("torch.") + layout
 
@@ -176,7 +179,8 @@ def gpus_of(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def settle(tensors: Sequence[Tensor]) -> None:
-    """Wait until GPUs have done what this thread asked of them. Who uses the tensors may use another stream."""
+    """Wait until the GPUs have finished the work of this thread: another thread may use the tensors in another
+    stream."""
     for device in gpus_of(tensors):
         torch.cuda.current_stream(device).synchronize()
 
@@ -190,8 +194,8 @@ class _Memory:
     __slots__ = ("__array_interface__", "_tensor")
 
     def __init__(self, tensor: Tensor, kind: str) -> None:
-        place = tensor.data_ptr(), False
-        self.__array_interface__ = {"version": 3, "shape": tuple(tensor.shape), "typestr": kind, "data": place}
+        data = tensor.data_ptr(), False
+        self.__array_interface__ = {"version": 3, "shape": tuple(tensor.shape), "typestr": kind, "data": data}
         self._tensor = tensor
 
 
@@ -225,5 +229,5 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> Array:
-    """The same as an array."""
+    """The memory of a staged tensor as an array of bytes, uint8 (bytes,)."""
     return array_of(flat_bytes(tensor))

@@ -12,7 +12,7 @@ from local_cluster import Daemon, configured, run_job
 import omnireduce as omni
 from omnireduce import Communicator, UsageError
 from omnireduce.compression import grace, grace_from_params
-from omnireduce.compression.grace.params import COMMUNICATORS, COMPRESSORS, MEMORIES, ON_A_GPU
+from omnireduce.compression.grace.params import COMMUNICATORS, COMPRESSORS, GPU_NAMES, MEMORIES
 from omnireduce.runtime.rank import world
 
 GRACE_HAS = [
@@ -26,7 +26,7 @@ def test_all_names(daemon: Daemon) -> None:
     assert sorted([*GRACE_HAS, "adaptive", "guarded_threshold"]) == sorted(COMPRESSORS)
 
     def run(comm: Communicator) -> None:
-        for name, kind in {**COMPRESSORS, **{each: COMPRESSORS[same] for each, same in ON_A_GPU.items()}}.items():
+        for name, kind in {**COMPRESSORS, **{each: COMPRESSORS[same] for each, same in GPU_NAMES.items()}}.items():
             for memory in MEMORIES:
                 for communicator in COMMUNICATORS:
                     params = {"compressor": name, "memory": memory, "communicator": communicator, "world_size": 1}
@@ -83,12 +83,12 @@ def test_parameters_go_to_those_that_have_them(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         params = {"compressor": "efsignsgd", "memory": "efsignsgd", "lr": 0.5}
         made: Any = grace_from_params(params, comm=comm)
-        assert (made.compressor.learning_rate, made.memory.kept.gamma) == (0.5, 0.5)
+        assert (made.compressor.learning_rate, made.memory.wrapped.gamma) == (0.5, 0.5)
         params = {"compressor": "dgc", "memory": "dgc", "momentum": 0.5, "gradient_clipping": 2.0}
         made = grace_from_params(params, comm=comm)
-        assert (made.memory.kept.momentum, made.memory.kept.clip) == (0.5, 2.0)
+        assert (made.memory.wrapped.momentum, made.memory.wrapped.clip) == (0.5, 2.0)
         made = grace_from_params({"compressor": "signum", "memory": "dgc", "momentum": 0.25}, comm=comm)
-        assert (made.memory.kept.momentum, made.compressor.momentum) == (0.25, 0.25)
+        assert (made.memory.wrapped.momentum, made.compressor.momentum) == (0.25, 0.25)
 
     run_job(configured(daemon.addresses), 1, run)
 
@@ -107,7 +107,7 @@ class Way(Allgather): ...
         names = {"compressor": "Mine", "memory": "Kept", "communicator": "Way"}
         params = {key: f"grace_of_mine:{name}" for key, name in names.items()}
         made: Any = grace_from_params({**params, "compress_ratio": 0.5, "beta": 0.5}, comm=comm)
-        assert (made.compressor.compress_ratio, made.memory.kept.beta) == (0.5, 0.5)
+        assert (made.compressor.compress_ratio, made.memory.wrapped.beta) == (0.5, 0.5)
         with pytest.raises(UsageError, match=r"expected a class that derives from omnireduce.*\.Memory"):
             grace_from_params({"memory": "grace_of_mine:Mine"}, comm=comm)
         with pytest.raises(UsageError, match="nowhere:X cannot be loaded: ModuleNotFoundError"):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omnireduce.data_parallel.negotiation import ALIKE_STEPS, MOST_NAMES, MOST_PENDING, Agreement
+from omnireduce.data_parallel.negotiation import ALIKE_STEPS, MAX_NAMES, MAX_PENDING, Agreement
 from omnireduce.data_parallel.operations import JOIN, Batch, Request, TensorType, fused
 from omnireduce.errors import UsageError
 
@@ -70,7 +70,7 @@ class Ranks:
         self.batches += batches
         if has_news:
             for machine in self.machines:
-                machine.hear(told)
+                machine.take_news(told)
         return bool(batches) or has_news
 
     def _due(self) -> bool:
@@ -81,7 +81,7 @@ class Ranks:
             return False
         spoiled = not all(ready for _, ready in batches)
         for machine in self.machines:
-            machine.done(spoiled=spoiled)
+            machine.finish_due(spoiled=spoiled)
         if not spoiled:
             self.batches.append(batches[0][0])
         return True
@@ -218,7 +218,7 @@ def test_what_is_under_way_is_not_submitted_again() -> None:
     machine.submit(request("w"))
     with pytest.raises(UsageError, match="'w' is under way already"):
         machine.submit(request("w"))
-    for i in range(1, MOST_PENDING):
+    for i in range(1, MAX_PENDING):
         machine.submit(request(f"w{i}"))
     with pytest.raises(UsageError, match="4096 collectives are under way already"):
         machine.submit(request("one more"))
@@ -227,9 +227,9 @@ def test_what_is_under_way_is_not_submitted_again() -> None:
 def test_names_that_come_once_are_forgotten() -> None:
     world = Ranks([[request(f"w{i}") for i in range(40)]])
     machine = world.machines[0]
-    machine.hear([[request(f"old {i}") for i in range(MOST_NAMES)]])
+    machine.take_news([[request(f"old {i}") for i in range(MAX_NAMES)]])
     world.run()
-    assert len(machine.bytes_of_round()) <= MOST_NAMES + 1
+    assert len(machine.bytes_of_round()) <= MAX_NAMES + 1
     assert len(world.batches) > 0
 
 

@@ -11,7 +11,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import AbortedError, Communicator, UsageError
-from omnireduce.data_parallel.negotiation import MOST_PENDING
+from omnireduce.data_parallel.negotiation import MAX_PENDING
 from omnireduce.data_parallel.queue import Queue
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {  # proper arguments of all methods, for two ranks
@@ -170,7 +170,7 @@ def test_more_than_there_is_room_for_is_refused_when_there_is(daemon: Daemon) ->
     def work(queue: Queue) -> float:
         x = np.ones(1, np.int8)
         assert queue.rank == 0 or is_refused.wait(30)
-        tasks = [queue.allreduce_async(x.copy(), name=f"{number}") for number in range(MOST_PENDING)]
+        tasks = [queue.allreduce_async(x.copy(), name=f"{number}") for number in range(MAX_PENDING)]
         if queue.rank == 0:
             with pytest.raises(UsageError, match="are under way already"):
                 queue.allreduce_async(x, name="one more")

@@ -12,7 +12,7 @@ from local_cluster import Daemon, configured, run_job
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.data_parallel.queue import Queue
-from omnireduce.data_parallel.stalls import Stall, in_words, stalls
+from omnireduce.data_parallel.stalls import Stall, describe_stalls, stalls
 
 
 def test_who_is_missing_where() -> None:
@@ -24,7 +24,7 @@ def test_who_is_missing_where() -> None:
 
 def test_many_names_are_cut() -> None:
     result = [Stall(f"w{i}", 70.0, (0, 1), (2,)) for i in range(9)]
-    [(who, what)] = in_words(result)
+    [(who, what)] = describe_stalls(result)
     assert who == "rank 2"
     assert what == (
         "has not come to 'w0', 'w1', 'w2', 'w3', 'w4', 'w5' and 3 more, for which ranks 0, 1 wait since 70 s"

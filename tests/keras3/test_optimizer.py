@@ -11,7 +11,7 @@ import pytest
 
 import omnireduce.keras as hvd
 from omnireduce.errors import UsageError
-from omnireduce.keras.optimizer import Combines
+from omnireduce.keras.optimizer import CombiningMixin
 
 # Keras 3.15 turns its variables into arrays in a way that NumPy 2 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy:DeprecationWarning")
@@ -52,7 +52,7 @@ def test_it_is_configured_and_saved_as_a_plain_one(make: Any) -> None:
 def test_one_of_its_configuration_combines_alike(more: dict[str, Any]) -> None:
     first = hvd.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16, **more)
     second = type(first).from_config(first.get_config())
-    assert isinstance(second, Combines)
+    assert isinstance(second, CombiningMixin)
     assert second._settings == first._settings
     assert second.get_config() == first.get_config()
 
@@ -65,11 +65,11 @@ def test_a_model_is_loaded_with_an_optimizer_that_combines(tmp_path: Path, kind:
     model.save(tmp_path / "model.keras")
     own = [kind] if kind is Unregistered else None
     result = hvd.load_model(tmp_path / "model.keras", custom_optimizers=own, compression=hvd.Compression.fp16)
-    assert isinstance(result.optimizer, Combines)
+    assert isinstance(result.optimizer, CombiningMixin)
     assert isinstance(result.optimizer, kind)
     assert result.optimizer._settings.compression is hvd.Compression.fp16
     if kind is not Unregistered:
-        assert not isinstance(keras.models.load_model(tmp_path / "model.keras").optimizer, Combines)
+        assert not isinstance(keras.models.load_model(tmp_path / "model.keras").optimizer, CombiningMixin)
 
 
 def test_a_model_without_an_optimizer_is_loaded_as_it_is(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ ALL = [(name, schedule) for name in PROGRAMS for schedule in schedules(name)]
 @pytest.mark.parametrize(("name", "schedule"), ALL)
 def test_every_stage_has_a_box_of_its_own(name: str, schedule: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="no matplotlib here; the extra `plot` brings it")
-    from omnireduce.programs.drawing import places
+    from omnireduce.programs.drawing import find_spots
 
     pipeline = schedules(name)[schedule]
     pipeline.draw(tmp_path / "program.svg")
     assert ElementTree.parse(tmp_path / "program.svg").getroot().tag.endswith("svg")
     text = (tmp_path / "program.svg").read_text()
-    spots = places(pipeline)
+    spots = find_spots(pipeline)
     assert {pipeline.names[each] for each in spots} == set(pipeline.names.values()) - {"N", "T", "K", "H"}
     for one, other in itertools.combinations(spots.values(), 2):
         assert abs(one[0] - other[0]) >= 0.5 or abs(one[1] - other[1]) >= 0.5

@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a layout": (lambda: Tensor(Float32, N, "Local", "z"), "layout 'Local': expected Local, Replicated, Sliced"),
     "a name": (lambda: Variable(Float32, "the rate"), "name 'the rate': expected a word"),
     "a number that is cut": (lambda: Tensor(Float32, (), Sliced, "z"), "z has no dimension along which it could be"),
-    "a change": (lambda: setattr(w, "place", None), "an expression does not change; place cannot be set"),
+    "a change": (lambda: setattr(w, "source_line", None), "an expression does not change; source_line cannot be set"),
 }
 
 

@@ -42,7 +42,7 @@ from omnireduce.programs import (
 )
 from omnireduce.programs.communication import Recv
 from omnireduce.programs.library import schedules
-from omnireduce.programs.rank_groups import meeting_of
+from omnireduce.programs.rank_groups import resources_of
 
 RANKS, SIZE, STEPS = 3, 1000, 3
 N = Variable(Int32, "N")
@@ -137,7 +137,7 @@ def test_groups_of_ranks_send_to_one_another(daemon: Daemon) -> None:
             else:
                 values = {"bias": bias, "residual": residual}
             results.append(schedule.run(comm, {**values, "t": 1}))
-            sent.append(meeting_of(comm).pair(comm, 2, 0, 1).statistics().sent_bytes)
+            sent.append(resources_of(comm).pair(comm, 2, 0, 1).statistics().sent_bytes)
         return results, np.diff(sent).tolist()
 
     # messages, not memory that ranks share: only those are counted as they are

@@ -19,11 +19,11 @@ from omnireduce.runtime.rank.launcher_detection import this_host
 from omnireduce.support.addresses import Address, is_ipv6, parse_address
 from omnireduce.torch.backend.rendezvous import (
     CHOSEN_BY_USER,
-    MOST_SAID,
+    MAX_ADDRESSES,
     HostOfRank,
     address_for_gloo,
-    said_of_host,
-    ways_to_others,
+    addresses_of_others,
+    host_message,
 )
 
 V4, V6 = "10.0.0.{}", "fd00::{}"
@@ -66,22 +66,22 @@ def test_ranks_of_two_hosts_reach_each_other(hosts: list[Host]) -> None:
 
 def test_ranks_of_one_host_use_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CHOSEN_BY_USER, raising=False)
-    said = said_of_host(dist.HashStore())
+    said = host_message(dist.HashStore())
     assert address_for_gloo([said, said]) in ("127.0.0.1", "::1")
 
 
 def test_interfaces_that_the_user_names_are_those_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHOSEN_BY_USER, "lo")
-    assert address_for_gloo([said_of_host(dist.HashStore())]) == ""
+    assert address_for_gloo([host_message(dist.HashStore())]) == ""
 
 
 def test_the_store_is_not_asked_for_more_than_its_host() -> None:
     """Behind prefixes, too; it says which of its addresses this host uses on the way there."""
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    identity, addresses = json.loads(said_of_host(dist.PrefixStore("a", dist.PrefixStore("b", store))))
+    identity, addresses = json.loads(host_message(dist.PrefixStore("a", dist.PrefixStore("b", store))))
     assert identity == this_host()
     assert "127.0.0.1" not in addresses
-    assert len(addresses) <= MOST_SAID
+    assert len(addresses) <= MAX_ADDRESSES
 
 
 def host(number: int, *forms: str) -> HostOfRank:
@@ -102,11 +102,11 @@ def host(number: int, *forms: str) -> HostOfRank:
     ],
 )
 def test_ways_to_others_are_of_one_family(hosts: list[HostOfRank], ways: list[str] | None) -> None:
-    assert ways_to_others(hosts, "0") == ways
+    assert addresses_of_others(hosts, "0") == ways
 
 
 @given(st.lists(st.sampled_from([(V4,), (V6,), (V4, V6), (V6, V4), ()]), min_size=2, max_size=5))
 def test_all_hosts_choose_the_same_family(forms: list[tuple[str, ...]]) -> None:
     all_hosts = [host(number, *each) for number, each in enumerate(forms)]
-    ways = [ways_to_others(all_hosts, each.identity) for each in all_hosts]
+    ways = [addresses_of_others(all_hosts, each.identity) for each in all_hosts]
     assert len({is_ipv6(way) for found in ways for way in found or ()}) <= 1

@@ -14,7 +14,7 @@ from local_cluster import WAIT_S, Ranks
 
 from omnireduce.protocol import reminders
 from omnireduce.torch.backend import rendezvous
-from omnireduce.torch.backend.rendezvous import LISTED, Rendezvous, meet
+from omnireduce.torch.backend.rendezvous import MAX_LISTED, Rendezvous, await_all_ranks
 
 WAIT = timedelta(seconds=WAIT_S)
 SHORT = timedelta(seconds=0.2)
@@ -38,7 +38,7 @@ class Mortal:
 
 
 def start(store: dist.Store, size: int, what: str) -> list[Rendezvous]:
-    return Ranks(size, lambda rank: meet(store, rank, size, f"{what} {rank}", WAIT)).results()
+    return Ranks(size, lambda rank: await_all_ranks(store, rank, size, f"{what} {rank}", WAIT)).results()
 
 
 def check(found: list[Rendezvous], what: str, size: int) -> str:
@@ -62,7 +62,7 @@ def test_those_who_died_before_are_not_met(steps: tuple[int | None, ...]) -> Non
     def die(rank: int) -> None:
         left = steps[rank]
         if left is not None:
-            meet(Mortal(store, left), rank, size, f"dead {rank}", SHORT)  # type: ignore[arg-type]
+            await_all_ranks(Mortal(store, left), rank, size, f"dead {rank}", SHORT)  # type: ignore[arg-type]
 
     Ranks(size, die).outcomes()
     check(start(store, size, "alive"), "alive", size)
@@ -89,7 +89,7 @@ def test_rank_0_looks_again_where_it_has_found_an_older_rank() -> None:
     """Rank 1 comes only when rank 0 has put the key under the number of the one before it."""
     store = dist.HashStore()
     check(start(store, 2, "dead"), "dead", 2)
-    older = rendezvous._arrival.decode(store.get("rank 1")).number
+    older = rendezvous._entry_decoder.decode(store.get("rank 1")).number
     noticed: Any = Noticed(store, older, "rank 1", threading.Event())
     check(start(noticed, 2, "alive"), "alive", 2)
 
@@ -99,12 +99,12 @@ def test_who_is_missing_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: 
     monkeypatch.setattr(reminders, "FIRST_S", 0.02)
     store = dist.HashStore()
     with pytest.raises(RuntimeError, match=r"rank 1, 2 did not join a process group of 3 ranks within 0.2 s"):
-        meet(store, 0, 3, "", SHORT)
+        await_all_ranks(store, 0, 3, "", SHORT)
     for rank in (2, 1):
         with pytest.raises(RuntimeError, match=f"rank {1 if rank == 2 else 0} did not join"):
-            meet(store, rank, 3, "", SHORT)
+            await_all_ranks(store, rank, 3, "", SHORT)
     with pytest.raises(RuntimeError, match="rank 1, 2 did not join"):
-        meet(store, 0, 3, "", SHORT)
+        await_all_ranks(store, 0, 3, "", SHORT)
     said = [record.getMessage().rpartition(" since ")[0] for record in caplog.records]
     assert said[0] == "waiting for rank 1, 2 to join a process group of 3 ranks"
     assert "waiting for rank 0 to join a process group of 3 ranks" in said
@@ -117,8 +117,8 @@ def test_many_missing_ranks_are_not_all_listed(
     monkeypatch.setattr(reminders, "FIRST_S", 0.02)
     for rank in (0, 5):
         with pytest.raises(RuntimeError, match="did not join"):
-            meet(dist.HashStore(), rank, 1000, "", SHORT)
-    assert f"waiting for rank {', '.join(map(str, range(1, LISTED + 1)))} … to join" in caplog.text
+            await_all_ranks(dist.HashStore(), rank, 1000, "", SHORT)
+    assert f"waiting for rank {', '.join(map(str, range(1, MAX_LISTED + 1)))} … to join" in caplog.text
     assert "waiting for other ranks to join a process group of 1000 ranks" in caplog.text
 
 

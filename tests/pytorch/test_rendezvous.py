@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 from omnireduce.protocol import reminders
 from omnireduce.support.addresses import Address
 from omnireduce.torch.backend import rendezvous
-from omnireduce.torch.backend.rendezvous import MeetingPoint, _Meeting, drawn_ports, meet_at
+from omnireduce.torch.backend.rendezvous import MeetingPoint, SignpostRendezvous, drawn_ports, register_rendezvous
 
 WAIT = timedelta(seconds=WAIT_S)
 LOOPBACK = "127.0.0.1"
@@ -35,14 +35,14 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPoint]:
     monkeypatch.setenv("MASTER_PORT", str(ports[0]))
     monkeypatch.setitem(_rendezvous_handlers, "env", _rendezvous_handlers["env"])
     yield MeetingPoint("a launch", LOOPBACK, ports)
-    rendezvous._kept = None
+    rendezvous._kept_store = None
 
 
 def words(rank: int) -> str:
     return f"env://?rank={rank}&world_size=2"
 
 
-def meet_as_ranks(meetings: list[_Meeting]) -> list[tuple[dist.Store, int, int]]:
+def meet_as_ranks(meetings: list[SignpostRendezvous]) -> list[tuple[dist.Store, int, int]]:
     return Ranks(2, lambda rank: next(meetings[rank].begin(words(rank), WAIT))).results()
 
 
@@ -59,12 +59,12 @@ def test_ranks_meet_whoever_has_the_first_port(place: MeetingPoint, taken: str) 
         if taken == "by one who says nothing":
             stack.enter_context(socket.create_server((LOOPBACK, place.ports[0])))
         elif taken == "by another launch":
-            other = _Meeting(place._replace(identity="another launch"))
-            check_shared(meet_as_ranks([other, _Meeting(other._place)]))
+            other = SignpostRendezvous(place._replace(identity="another launch"))
+            check_shared(meet_as_ranks([other, SignpostRendezvous(other._point)]))
             os.environ["MASTER_PORT"] = str(place.ports[0])  # the port that this launch was given
-        meetings = [_Meeting(place), _Meeting(place)]
+        meetings = [SignpostRendezvous(place), SignpostRendezvous(place)]
         check_shared(meet_as_ranks(meetings))
-        assert all(meeting.is_meant() for meeting in meetings)
+        assert all(meeting.is_current() for meeting in meetings)
         check_shared(meet_as_ranks(meetings))  # in the second group, too
 
 
@@ -73,7 +73,7 @@ def test_a_launch_without_a_free_port_says_what_to_do(place: MeetingPoint) -> No
         for port in place.ports:
             stack.enter_context(socket.create_server((LOOPBACK, port)))
         with pytest.raises(RuntimeError, match=r"none of the ports .* is free on this host; set MASTER_ADDR"):
-            next(_Meeting(place).begin(words(0), WAIT))
+            next(SignpostRendezvous(place).begin(words(0), WAIT))
 
 
 def test_a_rank_says_where_it_has_looked_for_rank_0(
@@ -83,7 +83,7 @@ def test_a_rank_says_where_it_has_looked_for_rank_0(
     monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
     monkeypatch.setattr(reminders, "FIRST_S", 0)
     with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.5 s.*{place.ports[2]}"):
-        next(_Meeting(place).begin(words(1), timedelta(seconds=0.5)))
+        next(SignpostRendezvous(place).begin(words(1), timedelta(seconds=0.5)))
     assert "waiting for rank 0 to come to 127.0.0.1 since 0 s" in caplog.text
 
 
@@ -92,7 +92,7 @@ def test_a_rank_waits_longer_only_after_a_port_was_silent(
     place: MeetingPoint, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not because rank 0 comes late: a program that takes a port later, and says nothing, would then hold it up."""
-    waits, asked = [], rendezvous._asked
+    waits, asked = [], rendezvous._ask_signpost
 
     def noted(place: MeetingPoint, port: int, wait_s: float) -> Address | None:
         waits.append(wait_s)
@@ -101,7 +101,7 @@ def test_a_rank_waits_longer_only_after_a_port_was_silent(
         return asked(place, port, wait_s)
 
     rounds, first_s, longest_s = 6, 0.01, 0.08
-    monkeypatch.setattr(rendezvous, "_asked", noted)
+    monkeypatch.setattr(rendezvous, "_ask_signpost", noted)
     monkeypatch.setattr(rendezvous, "FIRST_WAIT_S", first_s)
     monkeypatch.setattr(rendezvous, "LONGEST_WAIT_S", longest_s)
     monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
@@ -109,7 +109,7 @@ def test_a_rank_waits_longer_only_after_a_port_was_silent(
         if silent:
             stack.enter_context(socket.create_server((LOOPBACK, place.ports[0])))
         with pytest.raises(InterruptedError):
-            next(_Meeting(place).begin(words(1), WAIT))
+            next(SignpostRendezvous(place).begin(words(1), WAIT))
     assert (min(waits), max(waits)) == (first_s, longest_s if silent else first_s)
 
 
@@ -128,7 +128,7 @@ def test_who_says_a_little_now_and_then_takes_no_more_time_than_who_is_silent(pl
         stack.callback(thread.join)
         stack.callback(is_over.set)
         with pytest.raises(rendezvous._SilentError):
-            rendezvous._asked(place, place.ports[0], 0.5)
+            rendezvous._ask_signpost(place, place.ports[0], 0.5)
 
 
 @pytest.mark.parametrize("said", [b"", b"x" * 1000, *(PREFIX + port for port in (b"99999\n", b"\n", b"\xb2\n", b"7"))])
@@ -140,7 +140,7 @@ def test_what_somebody_else_says_is_no_port(place: MeetingPoint, said: bytes) ->
                 guest.sendall(said)
 
         ranks = Ranks(1, answer)
-        assert rendezvous._asked(place, place.ports[0], WAIT_S) is None
+        assert rendezvous._ask_signpost(place, place.ports[0], WAIT_S) is None
         ranks.results()
 
 
@@ -151,7 +151,7 @@ def test_where_the_user_says_so_torch_meets_in_its_own_way(
         yield url
 
     monkeypatch.setitem(_rendezvous_handlers, "env", way_of_torch)
-    meet_at(place)
+    register_rendezvous(place)
     store, *_ = next(_rendezvous_handlers["env"]("env://?rank=0&world_size=1"))
     assert isinstance(store, dist.TCPStore)
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -169,6 +169,8 @@ def test_a_store_of_the_user_is_not_kept() -> None:
     """Two prefixes are those of the group and the device."""
     own = dist.TCPStore(LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
     prefixed = dist.PrefixStore("cpu", dist.PrefixStore("0", own))
-    assert not rendezvous.is_torchs_own(prefixed)
-    assert rendezvous.is_torchs_own(dist.PrefixStore("cpu", dist.PrefixStore("0", dist.PrefixStore("default_pg", own))))
-    assert not rendezvous.is_torchs_own(dist.HashStore())
+    assert not rendezvous.is_made_by_torch(prefixed)
+    assert rendezvous.is_made_by_torch(
+        dist.PrefixStore("cpu", dist.PrefixStore("0", dist.PrefixStore("default_pg", own)))
+    )
+    assert not rendezvous.is_made_by_torch(dist.HashStore())

@@ -192,10 +192,10 @@ def test_samples_are_dealt_out_once(total: int, sizes: list[int], pads: bool, da
         for each in ranks:
             each.record(each.indices[:done])
             taken += each.indices[:done]
-        told = np.any([each.untold() for each in ranks], axis=0)
+        told = np.any([each.unreported() for each in ranks], axis=0)
         for each in ranks:
-            each.told(told)
-            assert not each.untold().any()
+            each.take_reported(told)
+            assert not each.unreported().any()
         state = ranks[-1].state_dict()
         ranks[-1].record(each.indices[done:])
     assert len(taken) == len(set(taken)) or pads

@@ -13,7 +13,7 @@ from free_ports import free_ports
 from local_cluster import MPIRUN, WAIT_S, Process
 
 from omnireduce.runtime.rank.launcher_detection import detect_launch, launch_id
-from omnireduce.torch.backend.launch_variables import tell_torch
+from omnireduce.torch.backend.launch_variables import set_torch_variables
 from omnireduce.torch.backend.rendezvous import FIRST_PORT, PORTS
 
 PROGRAM = """
@@ -124,7 +124,7 @@ def test_a_group_can_be_destroyed_and_made_again(launcher: str, tmp_path: Path) 
 )
 def test_under_slurm_ranks_meet_at_the_first_host(hosts: str, first: str) -> None:
     environ = {**SLURM, "SLURM_STEP_NODELIST": hosts}
-    tell_torch(environ)
+    set_torch_variables(environ)
     assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("3", "4", "1")
     assert environ.get("MASTER_ADDR", "") == first
     assert not first or FIRST_PORT <= int(environ["MASTER_PORT"]) < FIRST_PORT + PORTS
@@ -134,7 +134,7 @@ def test_ranks_of_a_launch_draw_one_port_and_other_launches_other_ones() -> None
     ports = []
     for job, rank in (("17", "0"), ("17", "3"), ("18", "0")):
         environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha,beta", "SLURM_JOB_ID": job, "SLURM_PROCID": rank}
-        tell_torch(environ)
+        set_torch_variables(environ)
         ports.append(environ["MASTER_PORT"])
     assert ports[0] == ports[1] != ports[2]
 
@@ -143,7 +143,7 @@ def test_the_launcher_stays_who_it_is() -> None:
     """The name of the job, the id of the launch and the local numbers come from Slurm, as before."""
     environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha,beta"}
     before = detect_launch(environ), launch_id(3, 4, environ)
-    tell_torch(environ)
+    set_torch_variables(environ)
     assert (detect_launch(environ), launch_id(3, 4, environ)) == before
     assert before[0].launcher == "Slurm"
     torchrun = {**environ, "RANK": "7", "WORLD_SIZE": "8"}  # in each task of a step
@@ -160,11 +160,11 @@ def test_torchrun_in_a_step_counts_also_where_its_numbers_are_those_of_slurm() -
 
 def test_what_the_user_has_set_counts() -> None:
     environ = {**SLURM, "SLURM_STEP_NODELIST": "alpha", "MASTER_ADDR": "gamma", "MASTER_PORT": "29500"}
-    tell_torch(environ)
+    set_torch_variables(environ)
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"], environ["RANK"]) == ("gamma", "29500", "3")
     torchrun = {**SLURM, "RANK": "0"}
-    tell_torch(torchrun)
+    set_torch_variables(torchrun)
     assert torchrun == {**SLURM, "RANK": "0"}
     size_alone = {**SLURM, "WORLD_SIZE": "4"}  # the script hands the rank to `init_process_group`
-    tell_torch(size_alone)
+    set_torch_variables(size_alone)
     assert size_alone == {**SLURM, "WORLD_SIZE": "4"}

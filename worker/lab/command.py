@@ -51,9 +51,9 @@ def gloo(launch: Launch) -> Library:
         import torch.distributed as dist
     except ImportError:
         raise UsageError(f"torch is not installed here; `make torch`, or {install('torch', 'torch')}") from None
-    from omnireduce.torch.backend.launch_variables import tell_torch
+    from omnireduce.torch.backend.launch_variables import set_torch_variables
 
-    tell_torch()
+    set_torch_variables()
     torch.set_num_threads(1)
     if launch.size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

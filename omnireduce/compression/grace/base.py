@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 
-from omnireduce.compression.selectors import Selects, wanted
+from omnireduce.compression.selectors import Selects, selected_count
 from omnireduce.compression.sums import check_name
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
@@ -26,7 +26,7 @@ from omnireduce.runtime.rank.communicator import Communicator as Member  # GRACE
 from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.support.logs import tagged
 
-NEARLY = 1e-6  # a magnitude so near to the threshold, as a share of it, may be sent or not
+NEAR_THRESHOLD = 1e-6  # a magnitude so near to the threshold, as a share of it, may be sent or not
 
 
 class Claim(NamedTuple):
@@ -40,12 +40,12 @@ class Claim(NamedTuple):
     @property
     def checked(self) -> list[str]:
         """The properties that `broken` checks, in words."""
-        return [what for what, is_checked in self._checks.items() if is_checked]
+        return [text for text, is_checked in self._checks.items() if is_checked]
 
     @property
     def unchecked(self) -> list[str]:
         """The properties that `broken` does not check."""
-        return [what for what, is_checked in self._checks.items() if not is_checked]
+        return [text for text, is_checked in self._checks.items() if not is_checked]
 
     @property
     def _checks(self) -> dict[str, bool]:
@@ -56,39 +56,41 @@ class Claim(NamedTuple):
             "how many are sent": self.selects in ("largest", "some") and says_numbers,
         }
 
-    def broken(self, found: Array, x: Array) -> Iterator[str]:
-        """Messages about broken claims: what was expected, and what came. `found` came back from `x`, both float32
+    def broken(self, returned: Array, x: Array) -> Iterator[str]:
+        """Messages about broken claims: what was expected, and what came. `returned` came back from `x`, both float32
         (elements,)."""
         if self.selects == "none":
             return
-        wrong = np.flatnonzero((found != 0) & (found != x) & ~(np.isnan(found) & np.isnan(x)))
-        if wrong.size:
-            yield f"expected element {wrong[0]} to be {x[wrong[0]]} or 0, got {found[wrong[0]]}"
+        changed = np.flatnonzero((returned != 0) & (returned != x) & ~(np.isnan(returned) & np.isnan(x)))
+        if changed.size:
+            yield f"expected element {changed[0]} to be {x[changed[0]]} or 0, got {returned[changed[0]]}"
         magnitudes = np.where(np.isnan(x), np.float32(np.inf), np.abs(x))  # NaN is sent first
         if self.selects in ("largest", "about"):
-            yield from _smaller_ones(found != 0, magnitudes, x)
+            yield from _smaller_sent(returned != 0, magnitudes, x)
         if self.selects == "largest" or (self.selects == "some" and x.all()):  # zeros among some nobody sees
-            count, (least, most) = int(np.count_nonzero(found)), self._bounds(magnitudes)
-            if not least <= count <= most:
-                yield f"expected {least if least == most else f'{least} to {most}'} elements, got {count}"
+            count, (lowest, highest) = int(np.count_nonzero(returned)), self._bounds(magnitudes)
+            if not lowest <= count <= highest:
+                yield f"expected {lowest if lowest == highest else f'{lowest} to {highest}'} elements, got {count}"
 
     def _bounds(self, magnitudes: Array) -> tuple[int, int]:
         """The least and the largest number of elements that are sent, except zeros."""
-        can_be = int(np.count_nonzero(magnitudes))
+        nonzero = int(np.count_nonzero(magnitudes))
         if self.ratio is None and self.threshold is None:
-            return min(1, can_be), can_be
-        k = min(can_be, wanted(self.ratio, magnitudes.size) if self.ratio is not None else 0)
+            return min(1, nonzero), nonzero
+        k = min(nonzero, selected_count(self.ratio, magnitudes.size) if self.ratio is not None else 0)
         if self.threshold is None:
             return k, k
-        above, near = (np.count_nonzero(magnitudes > self.threshold * (1 + margin)) for margin in (NEARLY, -NEARLY))
+        above, near = (
+            np.count_nonzero(magnitudes > self.threshold * (1 + margin)) for margin in (NEAR_THRESHOLD, -NEAR_THRESHOLD)
+        )
         return max(k, int(above)), max(k, int(near))
 
 
-def _smaller_ones(is_sent: Array, magnitudes: Array, x: Array) -> Iterator[str]:
+def _smaller_sent(is_sent: Array, magnitudes: Array, x: Array) -> Iterator[str]:
     """A message if a sent element is smaller than one left out."""
-    sent, left = np.flatnonzero(is_sent), np.flatnonzero(~is_sent)
-    if sent.size and left.size:
-        smallest, largest = sent[np.argmin(magnitudes[sent])], left[np.argmax(magnitudes[left])]
+    sent, left_out = np.flatnonzero(is_sent), np.flatnonzero(~is_sent)
+    if sent.size and left_out.size:
+        smallest, largest = sent[np.argmin(magnitudes[sent])], left_out[np.argmax(magnitudes[left_out])]
         if magnitudes[largest] > magnitudes[smallest]:
             without = f"without element {largest}, {x[largest]:g}"
             yield f"expected the largest magnitudes, got element {smallest}, {x[smallest]:g}, {without}"
@@ -207,16 +209,18 @@ class Communicator:
     def __init__(
         self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
     ) -> None:
-        for what, given, kind in (("compressor", compressor, Compressor), ("memory", memory, Memory)):
-            if not isinstance(given, kind):
-                came = given.__name__ if isinstance(given, type) else f"{a_type(given)}"
-                raise UsageError(f"{what} is {came}; expected an object whose class derives from {class_text(kind)}")
-        own = type(self)
-        missing = [half for half in HALVES if owner_of(own, half) is Communicator]
-        if missing and owner_of(own, "send_receive") is Communicator:
+        for label, part, kind in (("compressor", compressor, Compressor), ("memory", memory, Memory)):
+            if not isinstance(part, kind):
+                received = part.__name__ if isinstance(part, type) else f"{a_type(part)}"
+                raise UsageError(
+                    f"{label} is {received}; expected an object whose class derives from {class_text(kind)}"
+                )
+        own_class = type(self)
+        missing = [half for half in HALVES if owner_of(own_class, half) is Communicator]
+        if missing and owner_of(own_class, "send_receive") is Communicator:
             raise UsageError(
-                f"{own.__name__} does not exchange: expected a class that defines send_receive, or both async_send and "
-                f"wait_receive; it has no {' and no '.join(missing)}"
+                f"{own_class.__name__} does not exchange: expected a class that defines send_receive, or both "
+                f"async_send and wait_receive; it has no {' and no '.join(missing)}"
             )
         self.comm = world.running() if comm is None else comm
         self.compressor, self.memory, self.world_size = compressor, memory, world_size
@@ -270,9 +274,9 @@ class Communicator:
     def forget(self, names: Iterable[str]) -> None:
         """Delete the state of these gradients in memory and compressor: they do not come again. All ranks call this
         with the same names."""
-        gone = list(names)
-        self.memory.forget(gone)
-        self.compressor.forget(gone)
+        name_list = list(names)
+        self.memory.forget(name_list)
+        self.compressor.forget(name_list)
 
     def combined(self, parts: Sequence[Any]) -> Any:
         """The decompressed gradients of all ranks, aggregated, and averaged if the compressor says so."""
@@ -283,8 +287,8 @@ class Communicator:
         """Write the line that GRACE's tutorial looks for, once."""
         if not self._was_called:
             self._was_called = True
-            what = f"{type(self.compressor).__name__}, {type(self.memory).__name__}, {type(self).__name__}"
-            log.debug("==Debug== grace is called: %s", what, extra=tagged("grace", rank=self.comm.rank))
+            classes = f"{type(self.compressor).__name__}, {type(self.memory).__name__}, {type(self).__name__}"
+            log.debug("==Debug== grace is called: %s", classes, extra=tagged("grace", rank=self.comm.rank))
 
     @property
     def state(self) -> Communicator:

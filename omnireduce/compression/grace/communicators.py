@@ -12,13 +12,13 @@ import math
 from typing import Any
 
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, Tensors
-from omnireduce.compression.grace.native import BuiltIn, payload_like, payload_of
+from omnireduce.compression.grace.native import BuiltInCompressor, payload_like, payload_of
 from omnireduce.compression.sums import name_for_all
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator as Member
 
 
-class Collective(Communicator):
+class BuiltInCommunicator(Communicator):
     """A communicator of this package. It refuses a compressor that does not support it."""
 
     def __init__(
@@ -30,7 +30,7 @@ class Collective(Communicator):
                 f"{type(compressor).__name__} with communicator '{self.name}': it goes with "
                 f"{', '.join(compressor.communicators)}"
             )
-        if isinstance(compressor, BuiltIn):
+        if isinstance(compressor, BuiltInCompressor):
             compressor.job = self.comm
 
     def name_sent(self, tensor: Any, name: str) -> str:
@@ -40,7 +40,7 @@ class Collective(Communicator):
         return name_for_all(name, f"{self.compressor.agreed(name)} of {size} elements")
 
 
-class Allgather(Collective):
+class Allgather(BuiltInCommunicator):
     """All ranks get the compressed tensors of all ranks, in one exchange."""
 
     name = "allgather"
@@ -49,13 +49,13 @@ class Allgather(Collective):
         received = self.exchange([payload_of(tensor) for tensor in tensors], name)
         return self.combined([self.compressor.decompress(self._like(payloads, tensors), ctx) for payloads in received])
 
-    def exchange(self, own: list[Any], name: str) -> list[list[Any]]:
+    def exchange(self, payloads: list[Any], name: str) -> list[list[Any]]:
         """The compressed tensors of each rank."""
-        return self.comm.allgather_object(own, name=name)
+        return self.comm.allgather_object(payloads, name=name)
 
     @staticmethod
-    def _like(received: list[Any], own: Tensors) -> list[Any]:
-        return [payload_like(theirs, mine) for theirs, mine in zip(received, own, strict=True)]
+    def _like(payloads: list[Any], tensors: Tensors) -> list[Any]:
+        return [payload_like(payload, tensor) for payload, tensor in zip(payloads, tensors, strict=True)]
 
 
 class Broadcast(Allgather):
@@ -63,6 +63,6 @@ class Broadcast(Allgather):
 
     name = "broadcast"
 
-    def exchange(self, own: list[Any], name: str) -> list[list[Any]]:
+    def exchange(self, payloads: list[Any], name: str) -> list[list[Any]]:
         ranks = range(self.comm.size)
-        return [self.comm.broadcast_object(own, root, name=f"{name} of {root}") for root in ranks]
+        return [self.comm.broadcast_object(payloads, root, name=f"{name} of {root}") for root in ranks]

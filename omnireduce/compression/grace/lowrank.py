@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.compression.grace.native import BuiltIn, Context
+from omnireduce.compression.grace.native import BuiltInCompressor, Context
 from omnireduce.compression.powersgd import PowerSgd, first_factor, rank_for
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.factors import orthonormalise, product
 
 
-class PowerSGDCompressor(BuiltIn):
+class PowerSGDCompressor(BuiltInCompressor):
     """Matrices as two factors of rank `compress_rank`. A gradient that factors would not make smaller is sent whole.
 
     `compress` alone makes one step from the first factor, without the factors of other ranks.
@@ -26,7 +26,7 @@ class PowerSGDCompressor(BuiltIn):
         self.compress_rank, self.seed = compress_rank, seed
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
-        rows, columns, rank = rank_for(ctx.form.shape, self.compress_rank)
+        rows, columns, rank = rank_for(ctx.template.shape, self.compress_rank)
         if not rank:
             return [x.copy()]
         matrix = x.reshape(rows, columns)

@@ -13,28 +13,28 @@ from omnireduce.errors import UsageError
 
 
 class WrappedMemory(Memory):
-    """A memory that lets `kept`, a memory of this library, do the work."""
+    """A memory that lets `wrapped`, a memory of this library, do the work."""
 
-    def __init__(self, kept: memories.Memory) -> None:
-        self.kept = kept
+    def __init__(self, wrapped: memories.Memory) -> None:
+        self.wrapped = wrapped
 
     def compensate(self, tensor: Any, name: str) -> Any:
-        form = GradientTemplate(tensor)
-        return form.restore(self.kept.compensate(form.values, name).copy())
+        template = GradientTemplate(tensor)
+        return template.restore(self.wrapped.compensate(template.values, name).copy())
 
     def update(self, tensor: Any, name: str, compressor: Compressor, tensor_compressed: Tensors, ctx: Any) -> None:
-        self.kept.keep_rest(name, GradientTemplate(compressor.decompress(tensor_compressed, ctx)).values)
+        self.wrapped.keep_rest(name, GradientTemplate(compressor.decompress(tensor_compressed, ctx)).values)
 
     def forget(self, names: Iterable[str]) -> None:
-        self.kept.forget(names)
+        self.wrapped.forget(names)
 
     def state_dict(self) -> memories.State:
         """A copy of all that is kept, for `load_state_dict`."""
-        return self.kept.state_dict()
+        return self.wrapped.state_dict()
 
     def load_state_dict(self, saved: memories.State) -> None:
         """Go on with a copy from `state_dict`. Raises UsageError if it is from another kind of memory."""
-        self.kept.load_state_dict(saved)
+        self.wrapped.load_state_dict(saved)
 
 
 class NoneMemory(WrappedMemory):

@@ -41,8 +41,8 @@ class GradientTemplate:
         if getattr(x, "is_meta", False):
             raise UsageError("a gradient is on the device meta, which has no numbers; expected one of another device")
         if dtype not in FLOATS or not is_dense:
-            what = "sparse" if dtype in FLOATS else f"of {dtype}"
-            raise UsageError(f"a gradient is {what}; expected a dense gradient of {', '.join(FLOATS)}")
+            problem = "sparse" if dtype in FLOATS else f"of {dtype}"
+            raise UsageError(f"a gradient is {problem}; expected a dense gradient of {', '.join(FLOATS)}")
         self.shape = tuple(x.shape)
         self._like: Any = x.detach().new_empty(0) if is_tensor(x) else np.empty(0, x.dtype)
         plain = x.detach().cpu().float().numpy() if is_tensor(x) else x
@@ -55,9 +55,9 @@ class GradientTemplate:
         if not is_tensor(self._like):
             with np.errstate(over="ignore"):  # an overflow becomes infinity
                 return shaped.astype(self._like.dtype, copy=False)
-        room = self._like.cpu().float().new_empty(self.shape)
-        room.numpy()[...] = shaped
-        return room.to(self._like)
+        result = self._like.cpu().float().new_empty(self.shape)
+        result.numpy()[...] = shaped
+        return result.to(self._like)
 
     def kind_of(self, arrays: Sequence[Array]) -> list[Any]:
         """`arrays` of any dtype in the kind of the gradient: arrays, or tensors on the processor with the same
@@ -78,24 +78,24 @@ def payload_of(x: Any) -> Any:
         raise UsageError(f"a compressed tensor of {x.dtype} cannot travel: {error}") from error
 
 
-def payload_like(found: Any, own: Any) -> Any:
-    """The reverse: a received payload in the kind of `own`, this rank's tensor at the same place."""
-    if not is_tensor(own):
-        return found
-    room = own.detach().cpu().new_empty(found.shape)
-    room.numpy()[...] = found
-    return room.to(own)
+def payload_like(payload: Any, like: Any) -> Any:
+    """The reverse: a received payload in the kind of `like`, this rank's tensor at the same place."""
+    if not is_tensor(like):
+        return payload
+    result = like.detach().cpu().new_empty(payload.shape)
+    result.numpy()[...] = payload
+    return result.to(like)
 
 
 class Context(NamedTuple):
     """The gradient that was compressed: its form and name, and the number of its earlier steps."""
 
-    form: GradientTemplate
+    template: GradientTemplate
     name: str
     step: int
 
 
-class BuiltIn(Compressor):
+class BuiltInCompressor(Compressor):
     """A compressor of this package.
 
     `selector` and `codec` say how the service does the same: the part of a gradient that it moves, and its form. If
@@ -115,13 +115,13 @@ class BuiltIn(Compressor):
         """The arrays or tensors that are sent, of the gradient's kind, and the context for `decompress`. Raises
         UsageError unless `tensor` is a gradient."""
         context = Context(GradientTemplate(tensor), name, self._steps.get(name, 0))
-        arrays = self.encode(self.prepare(context.form.values, name), context)
+        arrays = self.encode(self.prepare(context.template.values, name), context)
         self.commit(name)
-        return context.form.kind_of(arrays), context
+        return context.template.kind_of(arrays), context
 
     def decompress(self, tensors: Tensors, ctx: Context) -> Any:
         """A gradient like the one that this rank has compressed."""
-        return ctx.form.restore(self.decode([payload_of(tensor) for tensor in tensors], ctx))
+        return ctx.template.restore(self.decode([payload_of(tensor) for tensor in tensors], ctx))
 
     def prepare(self, x: Array, name: str) -> Array:
         """The array that is encoded in place of `x`, float32 (elements,): `x` itself, or another one."""
@@ -147,8 +147,8 @@ class BuiltIn(Compressor):
         values = {**(vars(self.selector) if self.selector else {}), **vars(self)}
         del values["tensors_size_are_same"]
         plain = (int, float, np.floating)
-        said = (f"{key}={value}" for key, value in values.items() if key[0] != "_" and isinstance(value, plain))
-        return f"{type(self).__name__}({', '.join(said)})"
+        settings = (f"{key}={value}" for key, value in values.items() if key[0] != "_" and isinstance(value, plain))
+        return f"{type(self).__name__}({', '.join(settings)})"
 
     def commit(self, name: str) -> None:
         """The last compressed form of this gradient is sent: go on to the next step."""

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors
-from omnireduce.compression.grace.communicators import Collective
-from omnireduce.compression.grace.native import BuiltIn, Context, GradientTemplate
+from omnireduce.compression.grace.communicators import BuiltInCommunicator
+from omnireduce.compression.grace.native import BuiltInCompressor, Context, GradientTemplate
 from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.sums import check_seed
 from omnireduce.core.dtypes import Array
@@ -27,7 +27,7 @@ from omnireduce.runtime.rank.communicator import Communicator as Member
 from omnireduce.runtime.rank.shared_errors import told_to_others
 
 
-class AllToAll(Collective):
+class AllToAll(BuiltInCommunicator):
     """Each rank adds one piece of the gradient, and gives it to all."""
 
     name = "alltoall"
@@ -36,23 +36,27 @@ class AllToAll(Collective):
         self, compressor: Compressor, memory: Memory, world_size: int | None = None, *, comm: Member | None = None
     ) -> None:
         super().__init__(compressor, memory, world_size, comm=comm)
-        self._pieces = self.compressor = InPieces(compressor, self.comm)
+        self._pieces = self.compressor = PiecewiseCompressor(compressor, self.comm)
 
     def send_receive(self, tensors: Tensors, name: str, ctx: tuple[GradientTemplate, list[Any]]) -> Any:
-        form, contexts = ctx
-        own, rank = len(tensors) // self.world_size, self.comm.rank
+        template, contexts = ctx
+        per_piece, rank = len(tensors) // self.world_size, self.comm.rank
         with told_to_others(self.comm):
-            columns = [np.stack([tensors[own * piece + i] for piece in range(self.world_size)]) for i in range(own)]
+            columns = [
+                np.stack([tensors[per_piece * piece + i] for piece in range(self.world_size)]) for i in range(per_piece)
+            ]
         received = [self.comm.alltoall(column, name=f"{name} {i}") for i, column in enumerate(columns)]
         parts = [[column[sender] for column in received] for sender in range(self.world_size)]
         compressor = self._pieces.compressor
         with told_to_others(self.comm):
-            mine = np.ascontiguousarray(self.combined([compressor.decompress(part, contexts[rank]) for part in parts]))
-        whole = self.comm.allgather(mine, name=f"{name} sums")
-        return form.restore(whole.reshape(-1)[: form.size])
+            own_piece = np.ascontiguousarray(
+                self.combined([compressor.decompress(part, contexts[rank]) for part in parts])
+            )
+        whole = self.comm.allgather(own_piece, name=f"{name} sums")
+        return template.restore(whole.reshape(-1)[: template.size])
 
 
-class InPieces(Compressor):
+class PiecewiseCompressor(Compressor):
     """Compresses as many pieces of a gradient as there are ranks, of equal size, each by itself."""
 
     def __init__(self, compressor: Compressor, comm: Member) -> None:
@@ -60,20 +64,26 @@ class InPieces(Compressor):
         self.compressor, self._comm = compressor, comm
 
     def compress(self, tensor: Any, name: str) -> tuple[Tensors, tuple[GradientTemplate, list[Any]]]:
-        form = GradientTemplate(tensor)
-        pieces = np.zeros((self._comm.size, -(-form.size // self._comm.size)), np.float32)
-        pieces.reshape(-1)[: form.size] = form.values
-        names = self._pieces_of(name)
-        made = [self.compressor.compress(piece, own) for piece, own in zip(pieces, names, strict=True)]
-        return [compressed for tensors, _ in made for compressed in tensors], (form, [ctx for _, ctx in made])
+        template = GradientTemplate(tensor)
+        pieces = np.zeros((self._comm.size, -(-template.size // self._comm.size)), np.float32)
+        pieces.reshape(-1)[: template.size] = template.values
+        names = self._piece_names(name)
+        compressed_pieces = [
+            self.compressor.compress(piece, piece_name) for piece, piece_name in zip(pieces, names, strict=True)
+        ]
+        return [compressed for tensors, _ in compressed_pieces for compressed in tensors], (
+            template,
+            [ctx for _, ctx in compressed_pieces],
+        )
 
     def decompress(self, tensors: Tensors, ctx: tuple[GradientTemplate, list[Any]]) -> Any:
-        form, contexts = ctx
-        own = len(tensors) // len(contexts)
+        template, contexts = ctx
+        per_piece = len(tensors) // len(contexts)
         pieces = [
-            self.compressor.decompress(tensors[own * i : own * i + own], context) for i, context in enumerate(contexts)
+            self.compressor.decompress(tensors[per_piece * i : per_piece * i + per_piece], context)
+            for i, context in enumerate(contexts)
         ]
-        return form.restore(np.concatenate(pieces)[: form.size])
+        return template.restore(np.concatenate(pieces)[: template.size])
 
     def aggregate(self, tensors: Sequence[Any]) -> Any:
         return self.compressor.aggregate(tensors)
@@ -82,25 +92,25 @@ class InPieces(Compressor):
         return self.compressor.agreed(name)
 
     def take_back(self, name: str) -> None:
-        for piece_name in self._pieces_of(name):
+        for piece_name in self._piece_names(name):
             self.compressor.take_back(piece_name)
 
     def forget(self, names: Iterable[str]) -> None:
-        self.compressor.forget(piece for name in names for piece in self._pieces_of(name))
+        self.compressor.forget(piece for name in names for piece in self._piece_names(name))
 
-    def _pieces_of(self, name: str) -> list[str]:
+    def _piece_names(self, name: str) -> list[str]:
         return [f"{name}/{i}" for i in range(self._comm.size)]
 
 
-EVERYWHERE = ("allreduce", "allgather", "broadcast", "aggregator")
-IN_PIECES = ("allgather", "broadcast", "alltoall", "aggregator")
+ALL_COMMUNICATORS = ("allreduce", "allgather", "broadcast", "aggregator")
+PIECEWISE_COMMUNICATORS = ("allgather", "broadcast", "alltoall", "aggregator")
 WORD = 8  # elements: the size of a block is a multiple of it
 
 
-class NoneCompressor(BuiltIn):
+class NoneCompressor(BuiltInCompressor):
     """All elements as float32."""
 
-    communicators, codec = EVERYWHERE, NONE
+    communicators, codec = ALL_COMMUNICATORS, NONE
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,10 +122,10 @@ class NoneCompressor(BuiltIn):
         return arrays[0]
 
 
-class FP16Compressor(BuiltIn):
+class FP16Compressor(BuiltInCompressor):
     """All elements as float16."""
 
-    communicators, codec = EVERYWHERE, "fp16"
+    communicators, codec = ALL_COMMUNICATORS, "fp16"
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +138,7 @@ class FP16Compressor(BuiltIn):
         return arrays[0].astype(np.float32)
 
 
-class Packing(BuiltIn):
+class PackingCompressor(BuiltInCompressor):
     """A compressor that encodes a tensor by a codec."""
 
     codec: str
@@ -144,34 +154,34 @@ class Packing(BuiltIn):
         return [encoded[0]]
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
-        values = np.empty((1, _block_size(ctx.form.size)), np.float32)
-        if ctx.form.size:
+        values = np.empty((1, _block_size(ctx.template.size)), np.float32)
+        if ctx.template.size:
             codec_named(self.codec).decode(arrays[0].reshape(1, -1), values)
-        return values[0, : ctx.form.size]
+        return values[0, : ctx.template.size]
 
 
 def _block_size(size: int) -> int:
     return -(-size // WORD) * WORD
 
 
-class NaturalCompressor(Packing):
+class NaturalCompressor(PackingCompressor):
     """Powers of two, rounded at random. `seed`: see `Aggregator`."""
 
-    communicators, codec = IN_PIECES, "natural"
+    communicators, codec = PIECEWISE_COMMUNICATORS, "natural"
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         self.seed = check_seed(seed)
 
 
-class TernGradCompressor(Packing):
+class TernGradCompressor(PackingCompressor):
     """-1, 0 or 1 times the largest magnitude, rounded at random; before, elements are clipped.
 
     The limit is 2.5 times the root mean square. GRACE takes the deviation from the mean. That is zero if all elements
     are equal, so that nothing would be sent. `seed`: see `Aggregator`.
     """
 
-    communicators, codec, LIMIT = IN_PIECES, "ternary", 2.5
+    communicators, codec, LIMIT = PIECEWISE_COMMUNICATORS, "ternary", 2.5
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -182,7 +192,7 @@ class TernGradCompressor(Packing):
         return np.clip(x, -limit, limit) if np.isfinite(limit) else x
 
 
-class Signs(Packing):
+class SignCompressor(PackingCompressor):
     """Signs, with a value for each of the two: `means`, over all elements.
 
     The codec leaves zeros at the end out of its means, because they may only fill the block up. On the service it does
@@ -201,7 +211,7 @@ class Signs(Packing):
         """The values for the elements of `x`, float64 (elements,), below zero, and for the others."""
 
 
-class OneBitCompressor(Signs):
+class OneBitCompressor(SignCompressor):
     """Signs, with the mean of the elements of each. With `Aggregator` see `Signs`."""
 
     codec = "onebit"
@@ -215,7 +225,7 @@ class OneBitCompressor(Signs):
         return x[below].sum() / max(negatives, 1), x[~below].sum() / max(x.size - negatives, 1)
 
 
-class EFSignSGDCompressor(Signs):
+class EFSignSGDCompressor(SignCompressor):
     """Signs times the mean magnitude. Its memory multiplies the gradient by `lr`; the sum is divided by `lr`. With
     `Aggregator` see `Signs`."""
 
@@ -235,7 +245,7 @@ class EFSignSGDCompressor(Signs):
         return sum(tensors) / self.learning_rate
 
 
-class SignSGDCompressor(Packing):
+class SignSGDCompressor(PackingCompressor):
     """Signs; the result is the sign of most ranks, or 1 if there are as many of each."""
 
     codec = "sign"
@@ -244,8 +254,8 @@ class SignSGDCompressor(Packing):
         super().__init__(average=False)
 
     def aggregate(self, tensors: Sequence[Any]) -> Any:
-        form = GradientTemplate(sum(tensors))
-        return form.restore(np.where(form.values < 0, np.float32(-1), np.float32(1)))
+        template = GradientTemplate(sum(tensors))
+        return template.restore(np.where(template.values < 0, np.float32(-1), np.float32(1)))
 
 
 class SignumCompressor(SignSGDCompressor):
@@ -256,7 +266,7 @@ class SignumCompressor(SignSGDCompressor):
         self.momentum = finite(momentum, "momentum")
         self._momenta: dict[str, Array] = {}
         self._next: dict[str, Array] = {}
-        self._before: dict[str, Array] = {}
+        self._previous: dict[str, Array] = {}
 
     def prepare(self, x: Array, name: str) -> Array:
         last = self._momenta.get(name, x)
@@ -269,31 +279,31 @@ class SignumCompressor(SignSGDCompressor):
     def commit(self, name: str) -> None:
         super().commit(name)
         if name in self._momenta:
-            self._before[name] = self._momenta[name]
+            self._previous[name] = self._momenta[name]
         self._momenta[name] = self._next.pop(name)
 
     def take_back(self, name: str) -> None:
         super().take_back(name)
         del self._momenta[name]
-        if name in self._before:
-            self._momenta[name] = self._before.pop(name)
+        if name in self._previous:
+            self._momenta[name] = self._previous.pop(name)
 
     def forget(self, names: Iterable[str]) -> None:
-        gone = list(names)
-        super().forget(gone)
-        for kept in (self._momenta, self._next, self._before):
-            for name in gone:
-                kept.pop(name, None)
+        name_list = list(names)
+        super().forget(name_list)
+        for momenta in (self._momenta, self._next, self._previous):
+            for name in name_list:
+                momenta.pop(name, None)
 
 
-class QSGDCompressor(BuiltIn):
+class QSGDCompressor(BuiltInCompressor):
     """`quantum_num` levels of the norm of each bucket of `bucket_size` elements, rounded at random: an int8 each.
 
     A bucket whose norm is not finite becomes NaN. The service has 127 levels of the largest element of each block, and
     with another `quantum_num` moves the decompressed gradient. `seed`: see `Aggregator`.
     """
 
-    communicators, LEVELS = IN_PIECES, 127
+    communicators, LEVELS = PIECEWISE_COMMUNICATORS, 127
 
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128, seed: int = 0) -> None:
         super().__init__()

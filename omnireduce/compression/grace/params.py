@@ -9,7 +9,7 @@ from typing import Any
 
 from omnireduce.compression.grace import lowrank, memories, packing, quantizing, selecting, service
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, class_text
-from omnireduce.compression.grace.communicators import Allgather, Broadcast, Collective
+from omnireduce.compression.grace.communicators import Allgather, Broadcast, BuiltInCommunicator
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import world
 from omnireduce.runtime.rank.communicator import Communicator as Member
@@ -51,7 +51,7 @@ COMPRESSORS: Mapping[str, type[Compressor]] = {
     "topk": selecting.TopKCompressor,
     "u8bit": quantizing.U8bitCompressor,
 }
-ON_A_GPU = {"natural_cuda": "natural", "qsgd_cuda": "qsgd"}  # the same methods; here they run on the processor
+GPU_NAMES = {"natural_cuda": "natural", "qsgd_cuda": "qsgd"}  # the same methods; here they run on the processor
 MEMORIES: Mapping[str, type[Memory]] = {
     "none": memories.NoneMemory,
     "dgc": memories.DgcMemory,
@@ -59,15 +59,15 @@ MEMORIES: Mapping[str, type[Memory]] = {
     "powersgd": memories.PowerSGDMemory,
     "residual": memories.ResidualMemory,
 }
-COMMUNICATORS: Mapping[str, type[Collective]] = {
+COMMUNICATORS: Mapping[str, type[BuiltInCommunicator]] = {
     "aggregator": service.Aggregator,
     "allgather": Allgather,
     "allreduce": service.Allreduce,
     "alltoall": packing.AllToAll,
     "broadcast": Broadcast,
 }
-OTHERS = ("compressor", "memory", "communicator", "world_size")
-ABOUT_GPUS = {"kernel"}  # parameters of GRACE that these classes do not have
+OTHER_KEYS = ("compressor", "memory", "communicator", "world_size")
+GPU_PARAMETERS = {"kernel"}  # parameters of GRACE that these classes do not have
 log = logging.getLogger("omnireduce")
 
 
@@ -84,21 +84,23 @@ def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) 
     """
     if not isinstance(params, Mapping):
         raise UsageError(f"params is {a_type(params)}; expected a dict such as {{'compressor': 'topk'}}")
-    said = params.get("compressor", "none")
-    same = ON_A_GPU.get(said, said) if isinstance(said, str) else said
-    compressor = _named("compressor", same, COMPRESSORS, Compressor)
-    memory = _named("memory", params.get("memory", "none"), MEMORIES, Memory)
-    communicator = _named("communicator", params.get("communicator", "aggregator"), COMMUNICATORS, Communicator)
-    given = {key: value for key, value in params.items() if key not in OTHERS}
+    name = params.get("compressor", "none")
+    known_name = GPU_NAMES.get(name, name) if isinstance(name, str) else name
+    compressor = _class_for("compressor", known_name, COMPRESSORS, Compressor)
+    memory = _class_for("memory", params.get("memory", "none"), MEMORIES, Memory)
+    communicator = _class_for("communicator", params.get("communicator", "aggregator"), COMMUNICATORS, Communicator)
+    parameters = {key: value for key, value in params.items() if key not in OTHER_KEYS}
     comm = world.running() if comm is None else comm
     takes = _parameters(compressor) | _parameters(memory)
-    if others := [key for key in given if key not in takes]:
-        what = f"compressor '{said}' with memory '{params.get('memory', 'none')}'"
-        _check_others(others, what, takes, is_first=comm.rank == 0)
-    made = [kind(**{key: given[key] for key in given.keys() & _parameters(kind)}) for kind in (compressor, memory)]
-    beside = {"world_size": params.get("world_size", comm.size), "comm": comm}
+    if ignored := [key for key in parameters if key not in takes]:
+        label = f"compressor '{name}' with memory '{params.get('memory', 'none')}'"
+        _check_ignored(ignored, label, takes, is_first=comm.rank == 0)
+    parts = [
+        kind(**{key: parameters[key] for key in parameters.keys() & _parameters(kind)}) for kind in (compressor, memory)
+    ]
+    extra = {"world_size": params.get("world_size", comm.size), "comm": comm}
     takes = _parameters(communicator)  # a class of the user may lack some
-    instance: Communicator = communicator(*made, **{key: beside[key] for key in beside.keys() & takes})
+    instance: Communicator = communicator(*parts, **{key: extra[key] for key in extra.keys() & takes})
     return instance
 
 
@@ -107,21 +109,21 @@ def _parameters(kind: type) -> set[str]:
     return set(inspect.signature(kind).parameters)
 
 
-def _check_others(others: Sequence[str], what: str, takes: set[str], *, is_first: bool) -> None:
-    """Check parameters that `what` does not take. Raises UsageError for a parameter that no compressor or memory has.
+def _check_ignored(ignored: Sequence[str], label: str, takes: set[str], *, is_first: bool) -> None:
+    """Check parameters that `label` does not take. Raises UsageError for a parameter that no compressor or memory has.
     Otherwise the first rank logs that they are ignored."""
-    known = ABOUT_GPUS.union(*map(_parameters, (*COMPRESSORS.values(), *MEMORIES.values())))
-    text = f"{what} takes {', '.join(sorted(takes)) or 'nothing'}"
-    for key in others:
+    known = GPU_PARAMETERS.union(*map(_parameters, (*COMPRESSORS.values(), *MEMORIES.values())))
+    text = f"{label} takes {', '.join(sorted(takes)) or 'nothing'}"
+    for key in ignored:
         if key not in known:
             raise UsageError(f"parameter {key!r}: {text}")
     if is_first:
-        log.warning("ignored: %s. %s", ", ".join(others), text, extra=tagged("grace_ignored"))
+        log.warning("ignored: %s. %s", ", ".join(ignored), text, extra=tagged("grace_ignored"))
 
 
-def _named(what: str, name: object, table: Mapping[str, Any], kind: type) -> Any:
+def _class_for(label: str, name: object, table: Mapping[str, Any], kind: type) -> Any:
     if isinstance(name, str) and ":" in name:
         return class_named(name, kind)
     if not isinstance(name, str) or name not in table:
-        raise UsageError(f"{what} {name!r}: expected {', '.join(table)}, or module:Class")
+        raise UsageError(f"{label} {name!r}: expected {', '.join(table)}, or module:Class")
     return table[name]

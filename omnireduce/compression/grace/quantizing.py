@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.compression.grace.native import BuiltIn, Context
-from omnireduce.compression.grace.selecting import gaps_of, places_of
+from omnireduce.compression.grace.native import BuiltInCompressor, Context
+from omnireduce.compression.grace.selecting import decode_gaps, encode_gaps
 from omnireduce.compression.memories import finite, overflowing
-from omnireduce.compression.selectors import Selects, largest, share, wanted
+from omnireduce.compression.selectors import Selects, check_ratio, largest, selected_count
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls.arguments import whole
 
 
-class AdaqCompressor(BuiltIn):
+class AdaqCompressor(BuiltInCompressor):
     """The largest elements of each sign, a share `compress_ratio` of all with this sign, as their mean.
 
     NaN counts as positive. After Dryden et al., "Communication Quantization for Data-Parallel Training of Deep Neural
@@ -26,39 +26,39 @@ class AdaqCompressor(BuiltIn):
 
     def __init__(self, compress_ratio: float = 0.3) -> None:
         super().__init__(tensors_size_are_same=False)
-        self.compress_ratio = share(compress_ratio)
+        self.compress_ratio = check_ratio(compress_ratio)
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
-        means, places = np.zeros(2, np.float32), []
-        for sign, is_here in enumerate((x < 0, ~(x <= 0))):
-            side = np.where(is_here, x, np.float32(0))
+        means, indices = np.zeros(2, np.float32), []
+        for sign, has_sign in enumerate((x < 0, ~(x <= 0))):
+            side = np.where(has_sign, x, np.float32(0))
             count = int(np.count_nonzero(side))
-            chosen = largest(side, wanted(self.compress_ratio, count)) if count else np.empty(0, np.int64)
+            chosen = largest(side, selected_count(self.compress_ratio, count)) if count else np.empty(0, np.int64)
             with overflowing():
                 means[sign] = np.mean(side[chosen], dtype=np.float64) if count else 0
-            places.append(chosen)
-        return [means, *map(gaps_of, places)]
+            indices.append(chosen)
+        return [means, *map(encode_gaps, indices)]
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
-        values = np.zeros(ctx.form.size, np.float32)
+        values = np.zeros(ctx.template.size, np.float32)
         for mean, gaps in zip(arrays[0], arrays[1:], strict=True):
-            values[places_of(gaps)] = mean
+            values[decode_gaps(gaps)] = mean
         return values
 
 
-class SketchCompressor(BuiltIn):
+class SketchCompressor(BuiltInCompressor):
     """The number of a quantile for each element, a byte, and the means of the `quantiles`.
 
     After Jiang et al., "SketchML: Accelerating Distributed Machine Learning with Data Sketches", SIGMOD 2018.
     """
 
-    MOST = 256
+    MAX_QUANTILES = 256
 
     def __init__(self, quantiles: int = 64) -> None:
         super().__init__()
         self.quantiles = whole(quantiles, "quantiles")
-        if not 2 <= self.quantiles <= self.MOST:
-            raise UsageError(f"quantiles {quantiles}: expected 2 to {self.MOST}")
+        if not 2 <= self.quantiles <= self.MAX_QUANTILES:
+            raise UsageError(f"quantiles {quantiles}: expected 2 to {self.MAX_QUANTILES}")
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
         if not x.size:
@@ -87,7 +87,7 @@ def _dynamic_magnitudes() -> Array:
     return np.sort(np.array(magnitudes, np.float32))
 
 
-class U8bitCompressor(BuiltIn):
+class U8bitCompressor(BuiltInCompressor):
     """A sign and one of 128 magnitudes, finer for small elements, times the largest: a byte for each element.
 
     A gradient that is not finite becomes NaN. After Dettmers, "8-Bit Approximations for Parallelism in Deep Learning",
@@ -116,7 +116,7 @@ class U8bitCompressor(BuiltIn):
         return values
 
 
-class InceptionnCompressor(BuiltIn):
+class InceptionnCompressor(BuiltInCompressor):
     """Each element within `error_bound`, in as few bytes as needed: none, one, two or four.
 
     GRACE's default is 2e-10, which makes few gradients shorter; the authors take 2^-10. Here numbers are multiples of
@@ -141,8 +141,8 @@ class InceptionnCompressor(BuiltIn):
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
         bits, *numbers = arrays
-        pairs = np.unpackbits(bits, count=2 * ctx.form.size).reshape(-1, 2)
-        kinds, values = 2 * pairs[:, 0] + pairs[:, 1], np.zeros(ctx.form.size, np.float32)
-        for kind, (own, unit) in enumerate(zip(numbers, (2 * self.error_bound, 2 * self.error_bound, 1), strict=True)):
-            values[kinds == kind + 1] = own * unit
+        pairs = np.unpackbits(bits, count=2 * ctx.template.size).reshape(-1, 2)
+        kinds, values = 2 * pairs[:, 0] + pairs[:, 1], np.zeros(ctx.template.size, np.float32)
+        for kind, (part, unit) in enumerate(zip(numbers, (2 * self.error_bound, 2 * self.error_bound, 1), strict=True)):
+            values[kinds == kind + 1] = part * unit
         return values

@@ -1,4 +1,4 @@
-"""Compressors that send a part of the elements: their values, and their places as the gaps between them."""
+"""Compressors that send a part of the elements: their values, and their indices as the gaps between them."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Sequence
 import numpy as np
 
 from omnireduce.compression import selectors
-from omnireduce.compression.grace.native import BuiltIn, Context
+from omnireduce.compression.grace.native import BuiltInCompressor, Context
 from omnireduce.core.dtypes import Array
 
 
-def gaps_of(places: Array) -> Array:
-    """Ascending places as the gaps between them, in the smallest type of unsigned integers that has room."""
-    gaps = np.diff(places, prepend=0)
+def encode_gaps(indices: Array) -> Array:
+    """Ascending indices as the gaps between them, in the smallest type of unsigned integers that has room."""
+    gaps = np.diff(indices, prepend=0)
     return gaps.astype(np.min_scalar_type(int(gaps.max(initial=0))))
 
 
-def places_of(gaps: Array) -> Array:
+def decode_gaps(gaps: Array) -> Array:
     """The reverse of `gaps_of`: int64."""
     return np.cumsum(gaps, dtype=np.int64)
 
 
-class Selecting(BuiltIn):
+class SelectingCompressor(BuiltInCompressor):
     """Sends the elements that its selector selects: `sent[0]` are their values, `sent[1]` the gaps between their
-    places."""
+    indices."""
 
     selector: selectors.Selector
 
@@ -34,16 +34,16 @@ class Selecting(BuiltIn):
         self.selects = "some" if selector.is_common or selector.unit == "blocks" else selector.selects
 
     def encode(self, x: Array, ctx: Context) -> Sequence[Array]:
-        places = self.selector.select(x, ctx.name, ctx.step)
-        return [x[places], gaps_of(places)]
+        indices = self.selector.select(x, ctx.name, ctx.step)
+        return [x[indices], encode_gaps(indices)]
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
-        values = np.zeros(ctx.form.size, np.float32)
-        values[places_of(arrays[1])] = arrays[0]
+        values = np.zeros(ctx.template.size, np.float32)
+        values[decode_gaps(arrays[1])] = arrays[0]
         return values
 
 
-class TopKCompressor(Selecting):
+class TopKCompressor(SelectingCompressor):
     """The elements with the largest magnitudes: max(1, int(elements * compress_ratio))."""
 
     def __init__(self, compress_ratio: float = 0.3) -> None:
@@ -51,14 +51,14 @@ class TopKCompressor(Selecting):
         self.compress_ratio = compress_ratio
 
 
-class DgcCompressor(Selecting):
+class DgcCompressor(SelectingCompressor):
     """About a share `compress_ratio`, above a threshold that a sample gives: see `DgcSampling`."""
 
     def __init__(self, compress_ratio: float = 0.3, seed: int = 0) -> None:
         super().__init__(selectors.DgcSampling(compress_ratio, seed))
 
 
-class ThresholdCompressor(Selecting):
+class ThresholdCompressor(SelectingCompressor):
     """The elements whose magnitude is above `threshold`: any number, even none."""
 
     def __init__(self, threshold: float = 0.01) -> None:
@@ -66,7 +66,7 @@ class ThresholdCompressor(Selecting):
         self.threshold = threshold
 
 
-class GuardedThresholdCompressor(Selecting):
+class GuardedThresholdCompressor(SelectingCompressor):
     """The elements above `threshold`, but no fewer than max(1, int(elements * compress_ratio)): then the largest."""
 
     def __init__(self, threshold: float = 0.01, compress_ratio: float = 0.01) -> None:
@@ -74,15 +74,15 @@ class GuardedThresholdCompressor(Selecting):
         self.threshold, self.compress_ratio = threshold, compress_ratio
 
 
-class AdaptiveCompressor(Selecting):
+class AdaptiveCompressor(SelectingCompressor):
     """About a share `compress_ratio`, above a threshold that follows the gradients: see `Adaptive`."""
 
     def __init__(self, compress_ratio: float = 0.3) -> None:
         super().__init__(selectors.Adaptive(compress_ratio))
 
 
-class RandomKCompressor(Selecting):
-    """Elements drawn at random, the same on all ranks: their values travel, their places do not."""
+class RandomKCompressor(SelectingCompressor):
+    """Elements drawn at random, the same on all ranks: their values travel, their indices do not."""
 
     communicators = ("allreduce", "allgather", "broadcast", "aggregator")
 
@@ -94,6 +94,6 @@ class RandomKCompressor(Selecting):
         return [x[self.selector.select(x, ctx.name, ctx.step)]]
 
     def decode(self, arrays: Sequence[Array], ctx: Context) -> Array:
-        values = np.zeros(ctx.form.size, np.float32)
+        values = np.zeros(ctx.template.size, np.float32)
         values[self.selector.select(values, ctx.name, ctx.step)] = arrays[0]
         return values

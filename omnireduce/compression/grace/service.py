@@ -10,10 +10,10 @@ import numpy as np
 from omnireduce.compression import memories
 from omnireduce.compression.compressed import Compression
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours, owner_of
-from omnireduce.compression.grace.communicators import Collective
+from omnireduce.compression.grace.communicators import BuiltInCommunicator
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
 from omnireduce.compression.grace.memories import WrappedMemory
-from omnireduce.compression.grace.native import BuiltIn, GradientTemplate, payload_like, payload_of
+from omnireduce.compression.grace.native import BuiltInCompressor, GradientTemplate, payload_like, payload_of
 from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import Selector
 from omnireduce.compression.sums import Sum
@@ -24,7 +24,7 @@ from omnireduce.runtime.rank.communicator import Communicator as Member
 from omnireduce.runtime.rank.shared_errors import told_to_others
 
 
-class Aggregator(Collective):
+class Aggregator(BuiltInCommunicator):
     """The aggregators sum what the compressor selects, block by block in the form of its codec. The codec's random
     numbers follow from `protocol.codec_seed`: a `seed` of the compressor is refused.
 
@@ -45,8 +45,8 @@ class Aggregator(Collective):
             )
         self._service = _service(compressor, memory)
         if self._service is None and isinstance(compressor, PowerSGDCompressor):
-            raise UsageError(_why_no_factors(compressor))
-        if isinstance(self._service, Compression) and isinstance(compressor, BuiltIn) and compressor.seed:
+            raise UsageError(_no_factors_text(compressor))
+        if isinstance(self._service, Compression) and isinstance(compressor, BuiltInCompressor) and compressor.seed:
             raise UsageError(
                 f"{type(compressor).__name__} with seed {compressor.seed} and communicator '{self.name}': the service "
                 "draws from protocol.codec_seed. Set that, and leave seed at 0"
@@ -57,23 +57,23 @@ class Aggregator(Collective):
             return super().step(tensor, name)
         self.say_called()
         with told_to_others(self.comm):
-            form = GradientTemplate(tensor)
-            sums = form.values.reshape(form.shape).copy()
+            template = GradientTemplate(tensor)
+            sums = template.values.reshape(template.shape).copy()
         self._service.allreduce(self.comm, sums, name=name, op=_op(self.compressor))
-        return self.compressor.aggregate([form.restore(sums)])
+        return self.compressor.aggregate([template.restore(sums)])
 
     def forget(self, names: Iterable[str]) -> None:
-        gone = list(names)
-        super().forget(gone)
+        name_list = list(names)
+        super().forget(name_list)
         if isinstance(self._service, PowerSgd):
-            self._service.forget(gone)
+            self._service.forget(name_list)
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         with told_to_others(self.comm):
-            form = GradientTemplate(self.compressor.decompress(tensors, ctx))
-            sums = np.empty_like(form.values)
-        self.comm.allreduce(form.values, out=sums, op=_op(self.compressor), name=name)
-        return self.compressor.aggregate([form.restore(sums)])
+            template = GradientTemplate(self.compressor.decompress(tensors, ctx))
+            sums = np.empty_like(template.values)
+        self.comm.allreduce(template.values, out=sums, op=_op(self.compressor), name=name)
+        return self.compressor.aggregate([template.restore(sums)])
 
 
 class Allreduce(Aggregator):
@@ -84,8 +84,8 @@ class Allreduce(Aggregator):
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
         sums = []
         for i, tensor in enumerate(tensors):
-            own = payload_of(tensor)
-            total = self.comm.allreduce(own, out=np.empty_like(own), name=f"{name} {i}", codec=NONE)
+            payload = payload_of(tensor)
+            total = self.comm.allreduce(payload, out=np.empty_like(payload), name=f"{name} {i}", codec=NONE)
             sums.append(payload_like(total, tensor))
         return self.combined([self.compressor.decompress(sums, ctx)])
 
@@ -94,7 +94,7 @@ def _op(compressor: Compressor) -> Sum:
     return "mean" if compressor.average else "sum"
 
 
-def _why_no_factors(compressor: PowerSGDCompressor) -> str:
+def _no_factors_text(compressor: PowerSGDCompressor) -> str:
     """The text that says why the service does not make factors for this compressor."""
     name = type(compressor).__name__
     if is_ours(type(compressor)):
@@ -107,35 +107,37 @@ def _why_no_factors(compressor: PowerSGDCompressor) -> str:
 
 def _service(compressor: Compressor, memory: Memory) -> Compression | PowerSgd | None:
     """The part of the library that does the work of both; None if compressor and memory must do it step by step."""
-    if not (isinstance(compressor, BuiltIn) and is_ours(type(compressor))):
+    if not (isinstance(compressor, BuiltInCompressor) and is_ours(type(compressor))):
         return None
     if not (isinstance(memory, WrappedMemory) and is_ours(type(memory))):
         return None
     if isinstance(compressor, PowerSGDCompressor):
-        return PowerSgd(compressor.compress_rank, memory.kept, compressor.seed)
+        return PowerSgd(compressor.compress_rank, memory.wrapped, compressor.seed)
     if compressor.selector is None and compressor.codec is None:
         return None
     return Compression(
         compressor.selector,
-        Prepared(compressor, memory.kept),
+        PreparingMemory(compressor, memory.wrapped),
         compressor.codec or NONE,
         common=compressor.parameters(),
     )
 
 
-class Prepared(memories.Memory):
+class PreparingMemory(memories.Memory):
     """A memory behind a compressor: it keeps gradients that the compressor has prepared, and tells it when they were
     sent."""
 
-    def __init__(self, compressor: BuiltIn, kept: memories.Memory) -> None:
+    def __init__(self, compressor: BuiltInCompressor, wrapped: memories.Memory) -> None:
         super().__init__()
-        self._compressor, self._memory = compressor, kept
+        self._compressor, self._memory = compressor, wrapped
 
     def compensate(self, gradient: Array, name: str) -> Array:
         return self._compressor.prepare(self._memory.compensate(gradient, name), name)
 
-    def keep_selected(self, name: str, places: Array, selector: Selector, left: Array | None = None) -> None:
-        self._memory.keep_selected(name, places, selector, left)
+    def keep_selected(
+        self, name: str, indices: Array, selector: Selector, rounding_errors: Array | None = None
+    ) -> None:
+        self._memory.keep_selected(name, indices, selector, rounding_errors)
         self._compressor.commit(name)
 
     def keep_rest(self, name: str, sent: Array) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from omnireduce.compression.grace.base import Claim, Compressor, claim_of
 from omnireduce.compression.grace.native import Context, GradientTemplate, payload_of
-from omnireduce.compression.grace.selecting import Selecting, gaps_of
+from omnireduce.compression.grace.selecting import SelectingCompressor, encode_gaps
 from omnireduce.compression.selectors import Selector
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
@@ -60,8 +60,8 @@ def gradients(threshold: float | None = None) -> Iterator[Gradient]:
     yield Gradient("huge", 1e30 * (1 + rng.random(200, np.float32)), True)
     yield Gradient("all zero", np.zeros((20, 10), np.float32))
     yield Gradient("one in a hundred not zero", np.where(np.arange(1000) % 100, 0, 3).astype(np.float32))
-    for title, odd in (("NaN", np.nan), ("infinity", np.inf), ("minus infinity", -np.inf)):
-        yield Gradient(f"with {title}", np.concatenate([rng.standard_normal(99), [odd]]).astype(np.float32))
+    for title, value in (("NaN", np.nan), ("infinity", np.inf), ("minus infinity", -np.inf)):
+        yield Gradient(f"with {title}", np.concatenate([rng.standard_normal(99), [value]]).astype(np.float32))
     yield Gradient("no element", np.empty(0, np.float32))
     if threshold is not None and 1e-30 < threshold < 1e30:  # as float32 it and all near it are numbers like others
         below = threshold * rng.uniform(0.1, 0.9, 1000)
@@ -79,8 +79,8 @@ def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping
     the state of each generator of random numbers that must not change. Raises UsageError if it takes no kind of array
     at all, or if `selects` has another value than allowed.
     """
-    known = {"random": random.getstate, "numpy": lambda: tuple(np.random.get_state()), **generators}
-    before = {name: state() for name, state in known.items()}
+    states = {"random": random.getstate, "numpy": lambda: tuple(np.random.get_state()), **generators}
+    initial_states = {name: state() for name, state in states.items()}
     first, claim = next(gradients()), _claim(make)
     errors = {kind: _error(make, convert(first.values)) for kind, convert in kinds.items()}
     not_taken = {kind: error for kind, error in errors.items() if error}
@@ -91,10 +91,10 @@ def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping
         if kind not in not_taken:
             for gradient in gradients(claim.threshold):
                 tried += 1
-                messages = _wrong(make, gradient, convert, claim)
+                messages = _failures_of(make, gradient, convert, claim)
                 failures += [f"{gradient.title}, {kind}: {message}" for message in messages]
-    for name, state in known.items():
-        if not _same(before[name], state()):
+    for name, state in states.items():
+        if not _is_same(initial_states[name], state()):
             failures.append(f"all gradients: expected the generator of {name} as it was; it was seeded, or drawn from")
     return Trial(tried, failures, not_taken, [*ALWAYS, *claim.checked], claim.unchecked)
 
@@ -112,7 +112,7 @@ def _claim(make: Make) -> Claim:
 def _error(make: Make, x: Any) -> str:
     """The error of the compressor for `x`, as a text; empty if it does not fail."""
     try:
-        _there_and_back(make(), x)
+        _round_trip(make(), x)
     except UsageError as error:
         return str(error)
     except KeyboardInterrupt:
@@ -122,36 +122,36 @@ def _error(make: Make, x: Any) -> str:
     return ""
 
 
-def _there_and_back(compressor: Compressor, x: Any) -> tuple[bytes, Any]:
+def _round_trip(compressor: Compressor, x: Any) -> tuple[bytes, Any]:
     """The bytes that were sent for `x`, and the decompressed gradient. Raises UsageError if `compress` returns no pair
     of tensors and context, or tensors that cannot travel."""
-    made = compressor.compress(x, NAME)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list | tuple)):
-        raise UsageError(f"compress: expected (list of tensors, ctx), got {type(made).__name__}")
-    sent = to_bytes([payload_of(tensor) for tensor in made[0]], trust=False)
-    return sent, compressor.decompress(*made)
+    pair = compressor.compress(x, NAME)
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], list | tuple)):
+        raise UsageError(f"compress: expected (list of tensors, ctx), got {type(pair).__name__}")
+    sent = to_bytes([payload_of(tensor) for tensor in pair[0]], trust=False)
+    return sent, compressor.decompress(*pair)
 
 
-def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> Iterator[str]:
+def _failures_of(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> Iterator[str]:
     """Yield a text for each failure with one gradient: what was expected, and what came."""
     x = convert(gradient.values.copy())
     try:
-        sent, back = _there_and_back(make(), x)
-        again, _ = _there_and_back(make(), convert(gradient.values.copy()))
+        sent, restored = _round_trip(make(), x)
+        sent_again, _ = _round_trip(make(), convert(gradient.values.copy()))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         if gradient.values.size:  # compressors may fail for a gradient without elements
             yield f"expected a compressed gradient, got {in_a_line(error)}"
         return
-    if not _same(GradientTemplate(x).values, gradient.values.reshape(-1)):
+    if not _is_same(GradientTemplate(x).values, gradient.values.reshape(-1)):
         yield "expected the gradient as it was; compress has changed it"
-    if type(back) is not type(x) or tuple(back.shape) != tuple(x.shape) or back.dtype != x.dtype:
-        yield f"expected {_said(x)}, got {_said(back)}"
+    if type(restored) is not type(x) or tuple(restored.shape) != tuple(x.shape) or restored.dtype != x.dtype:
+        yield f"expected {_describe(x)}, got {_describe(restored)}"
         return
-    if sent != again:
+    if sent != sent_again:
         yield "expected the same tensors of the same gradient; a second compressor has sent others"
-    values = GradientTemplate(back).values
+    values = GradientTemplate(restored).values
     yield from claim.broken(values, gradient.values.reshape(-1))
     if gradient.is_full and not np.isfinite(values).all():
         yield f"expected finite numbers, got {values[~np.isfinite(values)][0]}"
@@ -159,21 +159,21 @@ def _wrong(make: Make, gradient: Gradient, convert: Convert, claim: Claim) -> It
         yield "expected something to be sent, got zeros only"
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     """Whether both are the same, bit by bit, with all their parts."""
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, np.ndarray):
-        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
-    return bool(one == other)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_is_same, a, b))
+    if isinstance(a, np.ndarray):
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+    return bool(a == b)
 
 
-def _said(x: Any) -> str:
+def _describe(x: Any) -> str:
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     return type(x).__name__ if shape is None else f"{type(x).__name__} of {dtype} {tuple(shape)}"
 
 
-class SelectorCompressor(Selecting):
+class SelectorCompressor(SelectingCompressor):
     """A compressor for a selector."""
 
     def __init__(self, selector: Selector) -> None:
@@ -184,10 +184,10 @@ class SelectorCompressor(Selecting):
     def encode(self, x: Array, ctx: Context) -> list[Array]:
         chosen = self.selector.select(x, ctx.name, ctx.step)
         if not isinstance(chosen, np.ndarray) or chosen.dtype != np.int64 or chosen.ndim != 1:
-            raise UsageError(f"expected places, int64 (n,), got {_said(chosen)}")
+            raise UsageError(f"expected places, int64 (n,), got {_describe(chosen)}")
         units = -(-x.size // self.selector.block_size)
         if chosen.size and not (chosen[0] >= 0 and chosen[-1] < units and (np.diff(chosen) > 0).all()):
             raise UsageError(f"expected ascending places from 0 to {units - 1}, got {chosen.tolist()[:8]}")
-        places = (chosen[:, None] * self.selector.block_size + np.arange(self.selector.block_size)).reshape(-1)
-        places = places[places < x.size]
-        return [x[places], gaps_of(places)]
+        indices = (chosen[:, None] * self.selector.block_size + np.arange(self.selector.block_size)).reshape(-1)
+        indices = indices[indices < x.size]
+        return [x[indices], encode_gaps(indices)]

@@ -112,12 +112,12 @@ def generate(program: str, schedule: str, target: str, output: str) -> None:
 def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: str, chunks: str, **options: Any) -> None:
     from omnireduce.console.coconet.run import check_ranks
     from omnireduce.console.coconet.tune import Request
-    from omnireduce.programs.rewrites import MOST_CHUNKS
+    from omnireduce.programs.rewrites import MAX_CHUNKS
     from omnireduce.programs.tuning import candidates
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    tried = _numbers("--chunks", chunks, 2, MOST_CHUNKS)
+    tried = _numbers("--chunks", chunks, 2, MAX_CHUNKS)
     check_ranks(np, [candidate.pipeline for candidate in candidates(options["program"], tried)])
     elements = _numbers("--sizes", sizes, 1, MOST_ELEMENTS)
     request = Request(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **options)

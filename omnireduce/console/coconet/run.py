@@ -18,7 +18,7 @@ from omnireduce.programs import Local, Pipeline, Tensor
 from omnireduce.programs.library import schedules
 from omnireduce.programs.library.schedules import STATE
 from omnireduce.programs.placement import RankPlacement
-from omnireduce.programs.rank_groups import meeting_of
+from omnireduce.programs.rank_groups import resources_of
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.config import Config
 from omnireduce.support.printing import carriers_text, make_console, short_count, short_time
@@ -182,7 +182,7 @@ def run_schedule(request: Request, pipeline: Pipeline, comm: Communicator) -> Ou
 
 def _sent_bytes(comm: Communicator) -> int:
     """The bytes that this rank has sent so far, in groups, too."""
-    return sum(communicator.statistics().sent_bytes for communicator in [comm, *meeting_of(comm).communicators])
+    return sum(communicator.statistics().sent_bytes for communicator in [comm, *resources_of(comm).communicators])
 
 
 def reference(request: Request, size: int) -> Array:

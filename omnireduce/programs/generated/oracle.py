@@ -11,7 +11,7 @@ from omnireduce.programs.generated.statements import (
     Names,
     Statements,
     Text,
-    broken,
+    break_line,
     shape_text,
     ufunc,
 )
@@ -41,13 +41,13 @@ class Oracle(Statements):
             return Text(f"part({text.text}, rank, ranks, {axis})")
         return text
 
-    def place(self, node: Dropout) -> str:
+    def region(self, node: Dropout) -> str:
         shape = shape_text(node.type.shape, self.names)
         origin = ", ".join("0" for _ in node.type.shape)
         starts = f"({origin},)" if len(node.type.shape) == 1 else f"({origin})"
         return f"({shape}, {starts}, {'rank + 1' if _is_local(node) else 0})"
 
-    def made(self, node: Expression) -> Text:
+    def render(self, node: Expression) -> Text:
         if isinstance(node, Update):
             copied = ".copy()" if isinstance(node.value, Input) else ""
             value = self.value(node.value)
@@ -57,27 +57,27 @@ class Oracle(Statements):
             return self.reduced(node, self.value(node.operands[0]))
         if isinstance(node, AllGather | Send | Recv):
             return self.value(node.operands[0])
-        return super().made(node)
+        return super().render(node)
 
     def _statement(self, node: Expression) -> list[str]:
         name = self.names[node]
         if isinstance(node, AllReduce | ReduceScatter | Broadcast):
             lines, values = [], node.operands[0]
-            listed = self.names[values] if values in self.names else self._fresh(f"{name}_of_ranks")
+            rank_list = self.names[values] if values in self.names else self._new_name(f"{name}_of_ranks")
             if values not in self.names:
-                lines = self._of_ranks(listed, values)
-            made = f"{listed}[{node.root}]" if isinstance(node, Broadcast) else self._combined(node, listed)
-            return [*lines, *broken(f"{name} = {made}", 1)]
-        return self._of_ranks(name, node) if _is_local(node) else self.assigned(name, node)
+                lines = self._lines_of_all_ranks(rank_list, values)
+            value = f"{rank_list}[{node.root}]" if isinstance(node, Broadcast) else self._combined(node, rank_list)
+            return [*lines, *break_line(f"{name} = {value}", 1)]
+        return self._lines_of_all_ranks(name, node) if _is_local(node) else self.assigned(name, node)
 
-    def _of_ranks(self, name: str, node: Expression) -> list[str]:
+    def _lines_of_all_ranks(self, name: str, node: Expression) -> list[str]:
         """Lines that make `name` the list of the values of all ranks."""
-        line = f"{MARGIN}{name} = [{self.made(node).text} for rank in range(ranks)]"
+        line = f"{MARGIN}{name} = [{self.render(node).text} for rank in range(ranks)]"
         if len(line) <= WIDTH:
             return [line]
-        own = self._fresh(f"own_{name}")
-        lines = [f"{MARGIN}{name} = []", f"{MARGIN}for rank in range(ranks):", *self.assigned(own, node, 2)]
-        return [*lines, f"{MARGIN * 2}{name}.append({own})"]
+        own_name = self._new_name(f"own_{name}")
+        lines = [f"{MARGIN}{name} = []", f"{MARGIN}for rank in range(ranks):", *self.assigned(own_name, node, 2)]
+        return [*lines, f"{MARGIN * 2}{name}.append({own_name})"]
 
     def _combined(self, node: AllReduce | ReduceScatter, values: str) -> str:
         """The values of all ranks together, in their order."""

@@ -30,7 +30,7 @@ from omnireduce.programs.generated.statements import (
     Statements,
     Text,
     axis_of,
-    broken,
+    break_line,
     shape_text,
 )
 from omnireduce.programs.operations import MatMul, Norm, Reduction, Update, WholeReduction
@@ -99,15 +99,15 @@ class RankWriter(Statements):
         self.used.add("part")
         return f"job.part({text}, {axis})" if axis else f"job.part({text})"
 
-    def place(self, node: Dropout) -> str:
-        return self.place_of(node.type)
+    def region(self, node: Dropout) -> str:
+        return self.region_of(node.type)
 
-    def place_of(self, kind: Type) -> str:
+    def region_of(self, kind: Type) -> str:
         """The elements of a whole tensor that a value of this type has here."""
-        self.used.add("place")
+        self.used.add("region")
         axis = "" if axis_of(kind) is None else f", {axis_of(kind)}"
         is_local = kind.layout.value == "Local"
-        return f"job.place({self.shape(kind)}{axis}{', is_own=True' if is_local else ''})"
+        return f"job.region({self.shape(kind)}{axis}{', is_own=True' if is_local else ''})"
 
     def shape(self, kind: Type) -> str:
         """The shape of a whole tensor."""
@@ -124,21 +124,21 @@ class RankWriter(Statements):
 
     def _stage(self, stage: Stage) -> None:
         if isinstance(stage, Fused):
-            self._fused(stage)
+            self._add_fused(stage)
         elif isinstance(stage, FusedAllReduce):
             for node in stage.nodes:
-                self._single(node)
+                self._add_single(node)
         elif isinstance(stage, Overlapped):
-            self._overlapped(stage)
+            self._add_overlapped(stage)
         else:
-            self._single(stage)
+            self._add_single(stage)
 
-    def _single(self, node: Expression) -> None:
+    def _add_single(self, node: Expression) -> None:
         """A stage of one expression, unless it belongs to the one that uses it."""
         if node not in self.names or isinstance(node, Input):
             return
         if isinstance(node, Send):
-            self._send(node)
+            self._add_send(node)
             return
         name, depth = self.names[node], self._depth(node.type.group)
         if isinstance(node, Update):
@@ -147,20 +147,24 @@ class RankWriter(Statements):
         elif isinstance(node, Pointwise | MatMul):
             self._add("Compute" if isinstance(node, Pointwise) else "MatMul", node, self.assigned(name, node, depth))
         else:
-            lines = self._line(lambda: f"{name} = {self._made_together(node)}", node.operands, name, depth)
+            lines = self._lines_with_parts(
+                lambda: f"{name} = {self._render_collective(node)}", node.operands, name, depth
+            )
             self._add(type(node).__name__, node, lines)
 
-    def _line(self, make: Callable[[], str], operands: Iterable[Expression], name: str, depth: int) -> list[str]:
+    def _lines_with_parts(
+        self, make: Callable[[], str], operands: Iterable[Expression], name: str, depth: int
+    ) -> list[str]:
         """The line that `make` gives. If it is long, operands that have no name get lines of their own before it."""
         lines: list[str] = []
         for x in operands:
             if len(MARGIN) * depth + len(make()) > WIDTH and x not in self.names and not isinstance(x, Constant):
-                short = self._fresh(f"{name}_part")
+                short = self._new_name(f"{name}_part")
                 lines += self.assigned(short, x, depth)
                 self._short[x] = short
-        return [*lines, *broken(make(), depth)]
+        return [*lines, *break_line(make(), depth)]
 
-    def _made_together(self, node: Expression) -> str:
+    def _render_collective(self, node: Expression) -> str:
         """The text of a reduction of a tensor, or of a communication."""
         if isinstance(node, WholeReduction):
             return self._reduced(node)
@@ -170,7 +174,7 @@ class RankWriter(Statements):
         text = self.value(x).text
         if isinstance(node, AllReduce | ReduceScatter):
             method = "all_reduce" if isinstance(node, AllReduce) else "reduce_scatter"
-            self._note_half(node)
+            self._mark_half_used(node)
             return self._call(method, [text, self._target.reduction(node.reduction)], node)
         if isinstance(node, AllGather):
             axis = axis_of(x.type)
@@ -178,7 +182,7 @@ class RankWriter(Statements):
         assert isinstance(node, Broadcast)
         return self._call("broadcast", [text, str(node.root)], node)
 
-    def _note_half(self, node: Expression) -> None:
+    def _mark_half_used(self, node: Expression) -> None:
         if is_narrow(node.type.dtype):
             self.used.add("half")
 
@@ -200,7 +204,7 @@ class RankWriter(Statements):
         self.used.add("combined")
         return super().partial(node, x)
 
-    def _send(self, node: Send) -> None:
+    def _add_send(self, node: Send) -> None:
         x = node.operands[0]
         axis = "" if axis_of(x.type) is None else f", {axis_of(x.type)}"
         shape = f"job.shape({self.shape(x.type)}{axis})"
@@ -208,9 +212,11 @@ class RankWriter(Statements):
         receiving = self._call("receive", [shape, kind, str(node.source)], node)
         self.used.add("shape")
         depth, name = self._depth(node.source), self.names[node]
-        sending = self._line(lambda: self._call("send", [self.value(x).text, str(node.to)], node), [x], name, depth)
+        sending = self._lines_with_parts(
+            lambda: self._call("send", [self.value(x).text, str(node.to)], node), [x], name, depth
+        )
         self.blocks.append(Block("Send", name, node.source, sending))
-        self.blocks.append(Block("Recv", name, node.to, broken(f"{name} = {receiving}", depth)))
+        self.blocks.append(Block("Recv", name, node.to, break_line(f"{name} = {receiving}", depth)))
 
     def _new_value(self, update: Update, depth: int) -> list[str]:
         """The new value of a tensor, under the name of the update."""
@@ -219,7 +225,7 @@ class RankWriter(Statements):
         copied = ".copy()" if isinstance(value, Input) else ""
         line = f"{name} = {text}{copied}"
         is_short = value in self.names or text != self.value(value).text
-        return broken(line, depth) if is_short else self.assigned(name, value, depth)
+        return break_line(line, depth) if is_short else self.assigned(name, value, depth)
 
     def _is_kept(self, update: Update) -> bool:
         """Whether the new value has a name of its own: for others that use it, or because no stage has it as it is."""
@@ -227,43 +233,51 @@ class RankWriter(Statements):
         is_plain = value in self.names and not isinstance(value, Input) and axis_to_cut(value.type, update.type) is None
         return not is_plain or bool(self._pipeline.users[update])
 
-    def _fused(self, stage: Fused) -> None:
+    def _add_fused(self, stage: Fused) -> None:
         inside = [node for node in stage.nodes if node in self.names]
         for node in inside:
             if not node.type.shape:
-                self._single(node)
+                self._add_single(node)
         shaped = [node for node in inside if node.type.shape]
-        made = Pass(self, stage, shaped, self._pipeline, self._target.has_numba)
-        self.functions.append(made.function())
-        depth = self._depth(made.kind.group)
-        arguments = [self._fitting(parameter, made.kind).text for parameter in made.parameters]
-        given = [*(["job"] if made.needs_job else []), *arguments, *(self.names[size] for size in made.sizes)]
-        results = [self.names[node] for node in made.results]
-        if made.is_plain:
+        pass_ = Pass(self, stage, shaped, self._pipeline, self._target.has_numba)
+        self.functions.append(pass_.function())
+        depth = self._depth(pass_.kind.group)
+        arguments = [self._fitting(parameter, pass_.kind).text for parameter in pass_.parameters]
+        call_arguments = [
+            *(["job"] if pass_.needs_job else []),
+            *arguments,
+            *(self.names[size] for size in pass_.sizes),
+        ]
+        results = [self.names[node] for node in pass_.results]
+        if pass_.is_plain:
             self.used.add("room")
             shaped_like = next(
-                argument for argument, parameter in zip(arguments, made.parameters, strict=True) if parameter.type.shape
+                argument
+                for argument, parameter in zip(arguments, pass_.parameters, strict=True)
+                if parameter.type.shape
             )
             rooms = (
                 f'job.room("{self.names[node]}", {shaped_like}.shape, {self.names.dtype(node.type.dtype)})'
-                for node in made.results
+                for node in pass_.results
             )
             lines = [
-                line for name, room in zip(results, rooms, strict=True) for line in broken(f"{name} = {room}", depth)
+                line
+                for name, room in zip(results, rooms, strict=True)
+                for line in break_line(f"{name} = {room}", depth)
             ]
-            lines += broken(f"{made.name}({', '.join([*given, *results])})", depth)
+            lines += break_line(f"{pass_.name}({', '.join([*call_arguments, *results])})", depth)
         else:
-            lines = broken(f"{', '.join(results)} = {made.name}({', '.join(given)})", depth)
-        for output in made.results:
+            lines = break_line(f"{', '.join(results)} = {pass_.name}({', '.join(call_arguments)})", depth)
+        for output in pass_.results:
             if isinstance(output, Update) and (axis := axis_to_cut(output.value.type, output.type)) is not None:
                 lines.append(f"{MARGIN * depth}{self.names[output]} = {self._part(self.names[output], axis)}")
         self._add("Compute", shaped[-1], lines)
 
-    def _overlapped(self, stage: Overlapped) -> None:
+    def _add_overlapped(self, stage: Overlapped) -> None:
         matmul, reduction = stage.matmul, stage.reduction
         left, right = matmul.operands
         name, depth = self.names[matmul], self._depth(matmul.type.group)
-        self._note_half(reduction)
+        self._mark_half_used(reduction)
         self.used |= {"chunks", "room"}
         dtype = self.names.dtype(matmul.type.dtype)
         product = "np.matmul(left[rows], right, out=product[rows])"
@@ -275,18 +289,18 @@ class RankWriter(Statements):
         started = re.sub(r'"([^"]*)"\)$', r'f"\1.{rows.start}")', started)  # each chunk has a name of its own
         function = self.names.new(f"{name}_in_chunks")
         lines = [line.format(name=function, chunks=stage.chunks, dtype=dtype, product=product) for line in IN_CHUNKS]
-        self.functions.append("\n".join([*lines[:7], *broken(f"waits.append({started})", 2), *lines[7:]]))
+        self.functions.append("\n".join([*lines[:7], *break_line(f"waits.append({started})", 2), *lines[7:]]))
         axis = axis_of(reduction.type)
 
-        def made() -> str:
+        def render_call() -> str:
             product = f"{function}(job, {self.value(left).text}, {self.value(right).text})"
             return f"{self.names[reduction]} = {product if axis is None else self._part(product, axis)}"
 
-        self._add("Overlapped", reduction, self._line(made, matmul.operands, name, depth))
+        self._add("Overlapped", reduction, self._lines_with_parts(render_call, matmul.operands, name, depth))
         if isinstance(stage.reducer, FusedAllReduce):
             for node in stage.reducer.nodes:
                 if node is not reduction:
-                    self._single(node)
+                    self._add_single(node)
 
     # the step
 
@@ -311,8 +325,8 @@ class RankWriter(Statements):
             if isinstance(node, Update):
                 value = node if self._is_kept(node) or self._is_in_pass(node) else node.value
                 line = f"{self.names[node.tensor]}[...] = {self.names[value]}"
-                here = node.type.group if self._pipeline.groups > 1 else None
-                block = Block("Update", self.names[node], here, broken(line, self._depth(here)))
+                block_group = node.type.group if self._pipeline.groups > 1 else None
+                block = Block("Update", self.names[node], block_group, break_line(line, self._depth(block_group)))
                 if self.blocks[-1][::2] == ("Update", block.group):
                     block = block._replace(lines=[*self.blocks.pop().lines, *block.lines])
                 self.blocks.append(block)
@@ -334,11 +348,11 @@ class RankWriter(Statements):
         lines: list[str] = []
         group: int | None = None
         for block, label in zip(self.blocks, self.labels(), strict=True):
-            here = block.group
-            if here != group and here is not None:
-                lines.append(f"{MARGIN}if job.group == {here}:")
-            group = here
-            lines.append(f'{MARGIN * (1 + (here is not None))}with job.timed("{label}"):')
+            block_group = block.group
+            if block_group != group and block_group is not None:
+                lines.append(f"{MARGIN}if job.group == {block_group}:")
+            group = block_group
+            lines.append(f'{MARGIN * (1 + (block_group is not None))}with job.timed("{label}"):')
             lines += block.lines
         return lines
 
@@ -349,17 +363,17 @@ class Owner(Protocol):
     names: Names
     used: set[str]
 
-    def place_of(self, kind: Type) -> str:
+    def region_of(self, kind: Type) -> str:
         """The elements of a whole tensor that a value of this type has here."""
 
 
 class Pass(Statements):
     """Writes one pass. Its values are all of one shape, this rank's part of it: nothing is cut inside.
 
-    Where all is one-dimensional arithmetic there are two functions: one says what is done with an element, in the words
-    of the program, the other one does it for all. numba compiles both; without it NumPy takes a piece that fits into
-    the processor's cache for an element. Results go into arrays that are given, and used again
-    in the next step: a new one costs more than what is computed, because its memory is not there yet.
+    If all operations are one-dimensional arithmetic, there are two functions: one says what is done with an element, in
+    the words of the program, the other one does it for all. numba compiles both; without it NumPy takes a piece that
+    fits into the processor's cache for an element. Results go into arrays that are given, and used again in the next
+    step: a new one costs more than what is computed, because its memory is not there yet.
     """
 
     def __init__(
@@ -369,18 +383,20 @@ class Pass(Statements):
         self._owner, self._stage, self._shaped = owner, stage, shaped
         self._pipeline = pipeline
         self.kind = kind_of(stage)
-        self.parameters = list(dict.fromkeys(operand for node in shaped for operand in self._outside(node)))
+        self.parameters = list(dict.fromkeys(operand for node in shaped for operand in self._outer_operands(node)))
         self.results = [node for node in shaped if self._is_result(node)]
-        self.is_plain = self._all_plain()
+        self.is_plain = self._is_all_plain()
         self._is_compiled = has_numba and self.is_plain
         draws = any(isinstance(node, Dropout) for node in stage.nodes)
         self.needs_job = draws
         sizes = dict.fromkeys(dimension for dimension in self.kind.shape if isinstance(dimension, Variable) and draws)
         self.sizes = [size for size in sizes if size not in self.parameters]
         self._last = self.names[self.results[-1]]
-        self.name, self._element_name = (self.names.new(f"{what}_{self._last}") for what in ("compute", "element_of"))
+        self.name, self._element_name = (
+            self.names.new(f"{prefix}_{self._last}") for prefix in ("compute", "element_of")
+        )
 
-    def _outside(self, node: Expression) -> Iterator[Expression]:
+    def _outer_operands(self, node: Expression) -> Iterator[Expression]:
         """The operands of `node` that come from outside of the pass."""
         operands = node.operands[1:] if isinstance(node, Update) else node.operands
         for operand in operands:
@@ -389,14 +405,14 @@ class Pass(Statements):
             if operand in self.names:
                 yield operand
             else:
-                yield from self._outside(operand)
+                yield from self._outer_operands(operand)
 
     def _is_result(self, node: Expression) -> bool:
         users = self._pipeline.users[node]
         outside = [user for user in users if user not in self._stage.nodes]
         return isinstance(node, Update) or node in self._pipeline.outputs or bool(outside)
 
-    def _all_plain(self) -> bool:
+    def _is_all_plain(self) -> bool:
         kinds = [node.type for node in [*self._stage.nodes, *self.parameters]]
         is_arithmetic = all(
             isinstance(node, Update | Sqrt | Ite | Cast) or (isinstance(node, Arithmetic) and node.symbol != "**")
@@ -406,45 +422,51 @@ class Pass(Statements):
         is_float = all((kind.dtype in FLOATS and not is_narrow(kind.dtype)) or kind.dtype == Bool for kind in kinds)
         return is_arithmetic and is_float and all(kind.shape in ((), self.kind.shape[:1]) for kind in kinds)
 
-    def place(self, node: Dropout) -> str:
-        return self._owner.place_of(self.kind)
+    def region(self, node: Dropout) -> str:
+        return self._owner.region_of(self.kind)
 
-    def made(self, node: Expression) -> Text:
+    def render(self, node: Expression) -> Text:
         if isinstance(node, Update):
             is_view = isinstance(node.value, Input) and not self.is_plain
             return Text(f"{self.value(node.value).text}.copy()") if is_view else self.value(node.value)
         if isinstance(node, Cast) and self._is_compiled:
             return Text(f"{self.names.dtype(node.dtype)}({self.value(node.operands[0]).text})")
-        return super().made(node)
+        return super().render(node)
 
     def choice(self, node: Ite, operands: list[Text]) -> Text:
         if self._is_compiled:
-            condition, one, other = operands
-            return Text(f"{one.within(1)} if {condition.within(1)} else {other.within(1)}", 0)
+            condition, if_true, if_false = operands
+            return Text(f"{if_true.within(1)} if {condition.within(1)} else {if_false.within(1)}", 0)
         return super().choice(node, operands)
 
     def function(self) -> str:
         """The whole function, or both of them."""
-        given = [self.names[parameter] for parameter in self.parameters]
+        parameter_names = [self.names[parameter] for parameter in self.parameters]
         lines = [line for node in self._shaped for line in self.assigned(self.names[node], node)]
         returned = ", ".join(self.names[node] for node in self.results)
-        what = f"{self.kind.dtype} of this rank's part" if axis_of(self.kind) is not None else f"{self.kind.dtype}"
-        lines += broken(f"return {returned}", 1)
+        description = (
+            f"{self.kind.dtype} of this rank's part" if axis_of(self.kind) is not None else f"{self.kind.dtype}"
+        )
+        lines += break_line(f"return {returned}", 1)
         if self.is_plain:
-            return self._element(given, lines) + "\n\n\n" + self._all_elements(given)
-        taken = [*(["job"] if self.needs_job else []), *given, *(self.names[size] for size in self.sizes)]
-        head = broken(f"def {self.name}({', '.join(taken)}):", 0)
-        return "\n".join([*head, f'{MARGIN}"""{returned}: {what}."""', *lines])
+            return self._element(parameter_names, lines) + "\n\n\n" + self._all_elements(parameter_names)
+        all_parameters = [
+            *(["job"] if self.needs_job else []),
+            *parameter_names,
+            *(self.names[size] for size in self.sizes),
+        ]
+        head = break_line(f"def {self.name}({', '.join(all_parameters)}):", 0)
+        return "\n".join([*head, f'{MARGIN}"""{returned}: {description}."""', *lines])
 
-    def _element(self, given: list[str], lines: list[str]) -> str:
-        head = broken(f"def {self._element_name}({', '.join(given)}):", 0)
-        what = "one element" if self._is_compiled else "some elements"
-        return "\n".join([*self._decorator(), *head, f'{MARGIN}"""What is computed of {what}."""', *lines])
+    def _element(self, parameter_names: list[str], lines: list[str]) -> str:
+        head = break_line(f"def {self._element_name}({', '.join(parameter_names)}):", 0)
+        elements = "one element" if self._is_compiled else "some elements"
+        return "\n".join([*self._decorator(), *head, f'{MARGIN}"""The results for {elements}."""', *lines])
 
-    def _all_elements(self, given: list[str]) -> str:
+    def _all_elements(self, parameter_names: list[str]) -> str:
         first = next(self.names[parameter] for parameter in self.parameters if parameter.type.shape)
         rooms = [self.names[node] for node in self.results]
-        head = broken(f"def {self.name}({', '.join([*given, *rooms])}):", 0)
+        head = break_line(f"def {self.name}({', '.join([*parameter_names, *rooms])}):", 0)
         lines = [f'{MARGIN}"""All elements, in one pass over memory."""']
         if not self._is_compiled:
             self._owner.used.add("pieces")
@@ -455,7 +477,7 @@ class Pass(Statements):
         ]
         results = ", ".join(f"{self.names[node]}[i]" for node in self.results)
         lines.append(f"{MARGIN}for i in {loop}:")
-        lines += broken(f"{results} = {self._element_name}({', '.join(arguments)})", 2)
+        lines += break_line(f"{results} = {self._element_name}({', '.join(arguments)})", 2)
         return "\n".join([*self._decorator(), *head, *lines])
 
     def _decorator(self) -> list[str]:

@@ -35,7 +35,7 @@ from omnireduce.programs.generated.statements import (
     Names,
     Statements,
     Text,
-    broken,
+    break_line,
     quoted,
     shape_text,
 )
@@ -54,28 +54,28 @@ class SourceWriter(Statements):
     def __init__(self, pipeline: Pipeline, names: Names) -> None:
         super().__init__(names)
         self._pipeline = pipeline
-        self.words: set[str] = {"AllReduce", "Pipeline"}
+        self.imports: set[str] = {"AllReduce", "Pipeline"}
 
     def _constant(self, node: Constant) -> str:
         return node.text(())
 
     def _type(self, node: Expression) -> str:
-        word = str(node.type.dtype)
-        word = word[0].upper() + word[1:]
-        word = {"Bfloat16": "BFloat16", "Uint8": "UInt8", "Uint16": "UInt16", "Uint32": "UInt32"}.get(word, word)
-        self.words.add(word)
-        return word
+        name = str(node.type.dtype)
+        name = name[0].upper() + name[1:]
+        name = {"Bfloat16": "BFloat16", "Uint8": "UInt8", "Uint16": "UInt16", "Uint32": "UInt32"}.get(name, name)
+        self.imports.add(name)
+        return name
 
-    def made(self, node: Expression) -> Text:
+    def render(self, node: Expression) -> Text:
         operands = [self.value(operand) for operand in node.operands]
         if isinstance(node, Arithmetic):
-            one, other = (operand.within(node.least_precedence(at)) for at, operand in enumerate(operands))
-            return Text(f"{one} {node.symbol} {other}", node.precedence)
-        self.words.add(type(node).__name__)
+            left, right = (operand.within(node.least_precedence(at)) for at, operand in enumerate(operands))
+            return Text(f"{left} {node.symbol} {right}", node.precedence)
+        self.imports.add(type(node).__name__)
         if isinstance(node, Cast):
             return Text(f"Cast({self._type(node)}, {operands[0].text})")
         if isinstance(node, ReduceScatter | ReduceTensor):
-            self.words.add(repr(node.reduction))
+            self.imports.add(repr(node.reduction))
         return Text(node.text([operand.text for operand in operands]))
 
     def function(self) -> list[str]:
@@ -90,21 +90,21 @@ class SourceWriter(Statements):
                 lines += self.assigned(names[node], node)
         inputs = ", ".join(names[input_node] for input_node in pipeline.inputs)
         outputs = ", ".join(names[output] for output in pipeline.outputs)
-        lines += broken(f"pipeline = Pipeline({quoted(pipeline.name)}, [{inputs}], [{outputs}])", 1)
+        lines += break_line(f"pipeline = Pipeline({quoted(pipeline.name)}, [{inputs}], [{outputs}])", 1)
         fused = next(compound for compound in pipeline.compounds if isinstance(compound, FusedAllReduce))
         stages = ", ".join(names[node] for node in fused.nodes if node in names)
-        return [*lines, *broken(f"return pipeline.fuse_into([{stages}], AllReduce)", 1)]
+        return [*lines, *break_line(f"return pipeline.fuse_into([{stages}], AllReduce)", 1)]
 
     def _declaration(self, node: Input) -> list[str]:
         name, kind = self.names[node], self._type(node)
         if isinstance(node, Variable):
-            self.words.add("Variable")
-            return broken(f'{name} = Variable({kind}, "{name}")', 1)
+            self.imports.add("Variable")
+            return break_line(f'{name} = Variable({kind}, "{name}")', 1)
         assert isinstance(node, Tensor)
-        self.words |= {"Tensor", node.type.layout.value}
+        self.imports |= {"Tensor", node.type.layout.value}
         shape = shape_text(node.type.shape, self.names)
         shape = shape[1:-2] if len(node.type.shape) == 1 else shape
-        return broken(f'{name} = Tensor({kind}, {shape}, {node.type.layout.value}, "{name}")', 1)
+        return break_line(f'{name} = Tensor({kind}, {shape}, {node.type.layout.value}, "{name}")', 1)
 
 
 TARGETS = {"omnireduce": Target("omnireduce", True), "mpi4py": Target("mpi4py", False)}
@@ -148,18 +148,18 @@ def source(
 def _check_numbers(pipeline: Pipeline, numbers: object) -> None:
     """Raises UsageError unless these are numbers of Variables, by name; sizes have values of their own in a file."""
     sizes = sizes_in(pipeline.nodes)
-    known = {
+    variables = {
         variable.name: variable
         for variable in pipeline.inputs
         if isinstance(variable, Variable) and variable not in sizes
     }
     if not isinstance(numbers, Mapping):
         raise UsageError(f"numbers is {a_type(numbers)}; expected a dict, by the names of Variables")
-    if unknown := sorted(map(str, numbers.keys() - known.keys())):
-        has = ", ".join(known) or "none"
-        raise UsageError(f"numbers: {pipeline.name} has no Variable {', '.join(unknown)}; it has {has}")
+    if unknown := sorted(map(str, numbers.keys() - variables.keys())):
+        names = ", ".join(variables) or "none"
+        raise UsageError(f"numbers: {pipeline.name} has no Variable {', '.join(unknown)}; it has {names}")
     for name, value in numbers.items():
-        number_value(value, known[name].type, name)
+        number_value(value, variables[name].type, name)
 
 
 class _File:
@@ -177,11 +177,11 @@ class _File:
         self._pipeline, self._file, self._target, self._schedule = pipeline, file, target, schedule
         self._names = Names(pipeline.names, pipeline.nodes)
         self._sizes = sizes_in(pipeline.nodes)
-        self._given = numbers
+        self._fixed_numbers = numbers
         self._shards = on_shards and target.name == "omnireduce" and runs_on_shards(pipeline)
         self._parts = RankWriter(pipeline, self._names, target)
         self._oracle = Oracle(pipeline, self._names)
-        self._declared = SourceWriter(pipeline, self._names)
+        self._program_writer = SourceWriter(pipeline, self._names)
 
     def text(self) -> str:
         environment = Environment(
@@ -191,25 +191,27 @@ class _File:
         tables, numbers = self._tables(), self._numbers()
         used = self._used()
         is_mpi = self._target.name == "mpi4py"
-        words: dict[str, Any] = {
+        language = sorted(self._program_writer.imports)
+        language_import = _imported("omnireduce.programs", language) if self._shards else ""
+        context: dict[str, Any] = {
             "mpi": is_mpi, "groups": self._pipeline.groups, "used": used, "named": "" if is_mpi else ", name",
             "sum": "MPI.SUM" if is_mpi else '"sum"',
         }  # fmt: skip
-        job = environment.get_template("job.jinja").render(words)
+        job = environment.get_template("job.jinja").render(context)
         dtypes = self._names.dtypes | ({"float64"} if "squares" in used else set())
         ml_types = sorted(name for name in dtypes if name in ELEMENT_TYPES and not ELEMENT_TYPES[name].is_native)
         numpy_types = sorted(dtypes - {*ml_types}, key=lambda name: (name.rstrip("0123456789_"), len(name), name))
-        words |= {
+        context |= {
             "title": self._title(), "summary": self._summary(), "file": self._file.replace("\\", "").replace('"', ""),
             "ml_types": ml_types, "has_numba": any("@njit" in function for function in functions),
             "numpy_types": numpy_types, "numpy_import": _imported("numpy", numpy_types),
-            "language_import": _imported("omnireduce.programs", sorted(self._declared.words)) if self._shards else "",
+            "language_import": language_import,
             "program": quoted(self._pipeline.name), "least_ranks": self._pipeline.least_ranks,
             "tables": tables, "numbers": numbers, "functions": functions, "expected": expected,
             "job": job, "shards": self._shards, "reduced": self._reduced(),
-            "found": self._found(), "bits": self._bits(),
+            "results": self._results_text(), "bits": self._bits(),
         }  # fmt: skip
-        return environment.get_template("file.jinja").render(words).rstrip() + "\n"
+        return environment.get_template("file.jinja").render(context).rstrip() + "\n"
 
     def _title(self) -> str:
         name = _plain(self._pipeline.name)
@@ -226,9 +228,9 @@ class _File:
 
     def _functions(self) -> list[str]:
         if self._shards:
-            return ["\n".join(self._declared.function())]
-        head = broken(f"def run_step({', '.join(['job', *self._inputs()])}):", 0)
-        body = [*head, f'{MARGIN}"""One step on this rank. What is updated is written in place, in the end."""']
+            return ["\n".join(self._program_writer.function())]
+        head = break_line(f"def run_step({', '.join(['job', *self._inputs()])}):", 0)
+        body = [*head, f'{MARGIN}"""One step on this rank. Updated tensors are written in place, in the end."""']
         body += [*self._parts.body(), *self._outputs()]
         return [*self._parts.functions, "\n".join(body)]
 
@@ -238,7 +240,7 @@ class _File:
             for name, output in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
         ]
         if self._pipeline.groups == 1:
-            return broken("return {" + ", ".join(f'"{name}": {value}' for name, _, value in pairs) + "}", 1)
+            return break_line("return {" + ", ".join(f'"{name}": {value}' for name, _, value in pairs) + "}", 1)
         lines = [f"{MARGIN}outputs = {{}}"]
         for name, group, value in pairs:
             if group is not None:
@@ -250,9 +252,9 @@ class _File:
         body = self._oracle.body()
         pairs = zip(self._pipeline.output_names, self._pipeline.outputs, strict=True)
         entries = ", ".join(f'"{name}": {self._names[output]}' for name, output in pairs)
-        head = broken(f"def expected({', '.join(['ranks', *self._inputs()])}):", 0)
-        what = f'{MARGIN}"""One step of all ranks. What is updated is written in place, in the end."""'
-        return "\n".join([*head, what, *body, *broken(f"return {{{entries}}}", 1)])
+        head = break_line(f"def expected({', '.join(['ranks', *self._inputs()])}):", 0)
+        docstring = f'{MARGIN}"""One step of all ranks. Updated tensors are written in place, in the end."""'
+        return "\n".join([*head, docstring, *body, *break_line(f"return {{{entries}}}", 1)])
 
     def _used(self) -> set[str]:
         used = set(self._oracle.used) | (set() if self._shards else self._parts.used)
@@ -289,12 +291,12 @@ class _File:
         dimensions = max(
             [1, *(sum(isinstance(dimension, Variable) for dimension in tensor.type.shape) for tensor in tensors)]
         )
-        lines = ["# The tensors that are given, and what comes; the sizes of dimensions; what is timed"]
+        lines = ["# Input tensors, output tensors, sizes of dimensions, and labels of the times"]
         lines += self._table("TENSORS", {self._names[tensor]: tensor.type for tensor in tensors})
         lines += self._table("OUTPUTS", {name: output.type for name, output in outputs})
-        lines += broken(f"SIZES = [{', '.join(sizes)}]", 0)
-        lines += broken(f"LABELS = [{', '.join(quoted(label) for label in labels)}]", 0)
-        return "\n".join([*lines, f"DIMENSIONS = {dimensions}  # of the tensor that has most"])
+        lines += break_line(f"SIZES = [{', '.join(sizes)}]", 0)
+        lines += break_line(f"LABELS = [{', '.join(quoted(label) for label in labels)}]", 0)
+        return "\n".join([*lines, f"DIMENSIONS = {dimensions}  # of the tensor with the most"])
 
     def _table(self, name: str, kinds: Mapping[str, Type]) -> list[str]:
         lines = [f"{name} = {{"]
@@ -304,8 +306,8 @@ class _File:
             names = ", ".join(str(x) if isinstance(x, int) else f'"{self._names[x]}"' for x in kind.shape)
             shape = f"({names},)" if len(kind.shape) == 1 else f"({names})"
             group = kind.group if kind.group is not None or self._pipeline.groups > 1 else 0
-            made = f'Kind({self._names.dtype(kind.dtype)}, {shape}, "{kind.layout.value}", {group})'
-            lines.append(f'{MARGIN}"{key}": {made},')
+            kind_text = f'Kind({self._names.dtype(kind.dtype)}, {shape}, "{kind.layout.value}", {group})'
+            lines.append(f'{MARGIN}"{key}": {kind_text},')
         return [*lines, "}"]
 
     def _numbers(self) -> str:
@@ -314,25 +316,29 @@ class _File:
             if isinstance(input_node, Variable) and input_node not in self._sizes:
                 dtype = self._names.dtype(input_node.type.dtype)
                 number = f"{dtype}({RATE if input_node.type.dtype in FLOATS else 'step'})"
-                if input_node.name in self._given:
-                    number = self._oracle.value(as_expression(self._given[input_node.name], input_node.type.dtype)).text
+                if input_node.name in self._fixed_numbers:
+                    number = self._oracle.value(
+                        as_expression(self._fixed_numbers[input_node.name], input_node.type.dtype)
+                    ).text
                 entries.append(f'"{self._names[input_node]}": {number}')
-        return "\n".join(broken(f"return {{{', '.join(entries)}}}", 1))
+        return "\n".join(break_line(f"return {{{', '.join(entries)}}}", 1))
 
     # on the shards
 
     def _reduced(self) -> str:
         return self._names[lowered(self._pipeline).reduced] if self._shards else ""
 
-    def _found(self) -> str:
+    def _results_text(self) -> str:
         entries = []
         for name, output in zip(self._pipeline.output_names, self._pipeline.outputs, strict=True):
             is_kept = isinstance(output, Update) and output.type.layout.is_sliced
             value = (
-                f'shards.tensor("{self._names[output.operands[0]]}")' if is_kept else f'found["{self._names[output]}"]'
+                f'shards.tensor("{self._names[output.operands[0]]}")'
+                if is_kept
+                else f'results["{self._names[output]}"]'
             )
             entries.append(f'"{name}": {value}')
-        lines = broken(f"return {{{', '.join(entries)}}}", 2)
+        lines = break_line(f"return {{{', '.join(entries)}}}", 2)
         return "\n".join(lines).strip().removeprefix("return ")
 
     def _bits(self) -> int:

@@ -32,7 +32,7 @@ WIDTH = 88  # characters of a line: the width of formatters that nobody has told
 MARGIN = "    "
 WHOLE = 9  # the precedence of a name or a call
 CHOICE, SUM = 0, 1  # the precedences of `a if b else c`, and of what may be an operand of it
-TAKEN = {  # what a file calls where names of a program stand, beside what Python has
+TAKEN = {  # names that a file uses beside those of a program, and Python's own: a program's names must differ
     *("MPI", "chunks", "combined", "dropout", "i", "job", "norm", "np", "outputs", "part", "pieces", "pipeline"),
     *("program", "rank", "ranks", "reduce", "run_step"),
     *dir(builtins),
@@ -88,9 +88,9 @@ class Names:
 
     def dtype(self, dtype: DType) -> str:
         """An element type."""
-        word = "bool_" if dtype == Bool else dtype.name
-        self.dtypes.add(word)
-        return word
+        name = "bool_" if dtype == Bool else dtype.name
+        self.dtypes.add(name)
+        return name
 
 
 class Text(NamedTuple):
@@ -99,9 +99,9 @@ class Text(NamedTuple):
     text: str
     precedence: int = WHOLE
 
-    def within(self, least: int) -> str:
-        """The text as an operand: in brackets if its precedence is below `least`."""
-        return self.text if self.precedence >= least else f"({self.text})"
+    def within(self, minimum: int) -> str:
+        """The text as an operand: in brackets if its precedence is below `minimum`."""
+        return self.text if self.precedence >= minimum else f"({self.text})"
 
 
 class Statements:
@@ -115,13 +115,13 @@ class Statements:
     def __init__(self, names: Names) -> None:
         self.names = names
         self._short: dict[Expression, str] = {}
-        self._given: set[str] = set()
+        self._new_names: set[str] = set()
 
     def operand(self, user: Expression, node: Expression) -> Text:
         """An operand of `user`."""
         return self.value(node)
 
-    def place(self, node: Dropout) -> str:
+    def region(self, node: Dropout) -> str:
         """The elements of the whole tensor that are here."""
         raise NotImplementedError
 
@@ -131,9 +131,9 @@ class Statements:
             return Text(self._constant(node))
         if node in self._short:
             return Text(self._short[node])
-        return Text(self.names[node]) if node in self.names else self.made(node)
+        return Text(self.names[node]) if node in self.names else self.render(node)
 
-    def made(self, node: Expression) -> Text:
+    def render(self, node: Expression) -> Text:
         """The text that makes a value."""
         if isinstance(node, Arithmetic):
             return self._arithmetic(node)
@@ -146,17 +146,17 @@ class Statements:
             return self.choice(node, operands)
         if isinstance(node, Dropout):
             x, step = (operand.text for operand in operands)
-            return Text(f"dropout({x}, {self.place(node)}, {node.p}, seed={node.seed}, step={step})")
+            return Text(f"dropout({x}, {self.region(node)}, {node.p}, seed={node.seed}, step={step})")
         if isinstance(node, MatMul):
             return self._product(node, *operands)
         raise AssertionError(node)
 
     def choice(self, node: Ite, operands: list[Text]) -> Text:
-        """One of two, by a condition."""
-        condition, one, other = operands
+        """The text of a choice between two values, by a condition."""
+        condition, if_true, if_false = operands
         if node.type.shape:
-            return Text(f"np.where({condition.text}, {one.text}, {other.text})")
-        return Text(f"{one.within(SUM)} if {condition.within(SUM)} else {other.within(SUM)}", CHOICE)
+            return Text(f"np.where({condition.text}, {if_true.text}, {if_false.text})")
+        return Text(f"{if_true.within(SUM)} if {condition.within(SUM)} else {if_false.within(SUM)}", CHOICE)
 
     def _constant(self, node: Constant) -> str:
         number = node.array.item()
@@ -171,8 +171,8 @@ class Statements:
         operands = [self.operand(node, operand) for operand in node.operands]
         if node.symbol == "**":
             return Text(f"np.power({operands[0].text}, {operands[1].text})")
-        one, other = (operand.within(node.precedence + at) for at, operand in enumerate(operands))
-        return Text(f"{one} {node.symbol} {other}", node.precedence)
+        left, right = (operand.within(node.precedence + at) for at, operand in enumerate(operands))
+        return Text(f"{left} {node.symbol} {right}", node.precedence)
 
     def _cast(self, node: Cast, x: Text) -> Text:
         dtype = self.names.dtype(node.dtype)
@@ -203,30 +203,30 @@ class Statements:
     def assigned(self, name: str, node: Expression, depth: int = 1) -> list[str]:
         """`name = ...`, with parts of a long expression before it, under names of their own."""
         lines: list[str] = []
-        while len(line := f"{MARGIN * depth}{name} = {self.made(node).text}") > WIDTH:
+        while len(line := f"{MARGIN * depth}{name} = {self.render(node).text}") > WIDTH:
             inner = self._longest(node, depth, name)
             if inner is None:
-                return [*lines, *broken(line.strip(), depth)]
-            short = self._fresh(f"{name}_part")
-            lines.append(f"{MARGIN * depth}{short} = {self.made(inner).text}")
+                return [*lines, *break_line(line.strip(), depth)]
+            short = self._new_name(f"{name}_part")
+            lines.append(f"{MARGIN * depth}{short} = {self.render(inner).text}")
             self._short[inner] = short
         return [*lines, line]
 
-    def _fresh(self, name: str) -> str:
+    def _new_name(self, name: str) -> str:
         """A name for a part of an expression."""
         fresh, count = name, 1
-        while fresh in self._given or self.names.is_taken(fresh):
+        while fresh in self._new_names or self.names.is_taken(fresh):
             count += 1
             fresh = f"{name}{count}"
-        self._given.add(fresh)
+        self._new_names.add(fresh)
         return fresh
 
     def _longest(self, node: Expression, depth: int, name: str) -> Expression | None:
         """The longest thing without a name of which `node` is made and that fits into a line."""
-        room = WIDTH - len(MARGIN) * depth - len(f"{name}_part9 = ")
-        texts = {part: len(self.made(part).text) for part in self._unnamed(node)}
-        fitting = [part for part, length in texts.items() if len(name) + 8 < length <= room]
-        return max(fitting, key=texts.__getitem__, default=None)
+        width_left = WIDTH - len(MARGIN) * depth - len(f"{name}_part9 = ")
+        texts = {part: len(self.render(part).text) for part in self._unnamed(node)}
+        candidates = [part for part, length in texts.items() if len(name) + 8 < length <= width_left]
+        return max(candidates, key=texts.__getitem__, default=None)
 
     def _unnamed(self, node: Expression) -> Iterator[Expression]:
         for operand in node.operands:
@@ -235,7 +235,7 @@ class Statements:
                 yield from self._unnamed(operand)
 
 
-def broken(line: str, depth: int) -> list[str]:
+def break_line(line: str, depth: int) -> list[str]:
     """A line with its last call or brackets broken up, one part on each line, if it is too long."""
     margin = MARGIN * depth
     if len(margin) + len(line) <= WIDTH:
@@ -251,7 +251,7 @@ def broken(line: str, depth: int) -> list[str]:
 
 def _broken_part(part: str, depth: int) -> list[str]:
     is_call = part.endswith("),") and len(MARGIN) * depth + len(part) > WIDTH
-    return broken(part, depth) if is_call else [f"{MARGIN * depth}{part}"]
+    return break_line(part, depth) if is_call else [f"{MARGIN * depth}{part}"]
 
 
 def _last_brackets(line: str) -> tuple[int, int]:
@@ -268,9 +268,9 @@ def _last_brackets(line: str) -> tuple[int, int]:
 def _split(inner: str) -> list[str]:
     """The parts between commas that no brackets enclose."""
     parts, depth, start = [], 0, 0
-    for at, letter in enumerate(inner):
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
+    for at, character in enumerate(inner):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
             parts.append(inner[start:at].strip())
             start = at + 1
     return [*parts, inner[start:].strip()]
@@ -288,9 +288,9 @@ def shape_text(shape: Iterable[object], names: Names) -> str:
     )
 
 
-def _as_node(each: object) -> Expression:
-    assert isinstance(each, Expression)
-    return each
+def _as_node(value: object) -> Expression:
+    assert isinstance(value, Expression)
+    return value
 
 
 def tuple_text(parts: Iterable[str]) -> str:

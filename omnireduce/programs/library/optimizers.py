@@ -39,7 +39,7 @@ def adam(*, betas: tuple[float, float] = BETAS, eps: float = ADAM_EPS, weight_de
     Inputs: g, w, m and v, float32 of N elements; lr; t, the number of the step, from 1 on. m and v are 0 at first.
     Raises UsageError for numbers that cannot be.
     """
-    betas, eps, weight_decay = _checked(betas, eps, weight_decay)
+    betas, eps, weight_decay = _check_numbers(betas, eps, weight_decay)
     size, lr, t = Variable(Int32, "N"), Variable(Float32, "lr"), Variable(Int32, "t")
     g = Tensor(Float32, size, Local, "g")
     w, m, v = (Tensor(Float32, size, Replicated, name) for name in ("w", "m", "v"))
@@ -54,12 +54,12 @@ def adam(*, betas: tuple[float, float] = BETAS, eps: float = ADAM_EPS, weight_de
 
 
 def lamb(*, betas: tuple[float, float] = BETAS, eps: float = LAMB_EPS, weight_decay: float = WEIGHT_DECAY) -> Pipeline:
-    """LAMB: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020,
-    algorithm 2, where phi is the identity. Where a norm is 0 the trust ratio is 1.
+    """LAMB: You et al., "Large batch optimization for deep learning: training BERT in 76 minutes", ICLR 2020, algorithm
+    2, where phi is the identity. If a norm is 0, the trust ratio is 1.
 
     Inputs: those of `adam`. Raises UsageError for numbers that cannot be.
     """
-    betas, eps, weight_decay = _checked(betas, eps, weight_decay)
+    betas, eps, weight_decay = _check_numbers(betas, eps, weight_decay)
     size, lr, t = Variable(Int32, "N"), Variable(Float32, "lr"), Variable(Int32, "t")
     g = Tensor(Float32, size, Local, "g")
     w, m, v = (Tensor(Float32, size, Replicated, name) for name in ("w", "m", "v"))
@@ -75,7 +75,7 @@ def lamb(*, betas: tuple[float, float] = BETAS, eps: float = LAMB_EPS, weight_de
     return Pipeline("lamb", [g, w, m, v, lr, t], [w1, m1, v1])
 
 
-def _checked(betas: object, eps: object, weight_decay: object) -> tuple[tuple[float, float], float, float]:
+def _check_numbers(betas: object, eps: object, weight_decay: object) -> tuple[tuple[float, float], float, float]:
     return check_betas(betas), number_in_range("eps", eps), number_in_range("weight_decay", weight_decay)
 
 

@@ -31,8 +31,8 @@ from omnireduce.torch_backend import DEVICES
 
 DIGEST_BYTES, BALANCE_BYTES, TEXT_BYTES = 16, 8, 232
 STATEMENT_BYTES = DIGEST_BYTES + BALANCE_BYTES + TEXT_BYTES
-MOST_SHOWN = 4  # statements in an error
-_ODD = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
+MAX_SHOWN = 4  # statements in an error
+_HASH_FACTORS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
 
 
 class Sizes(NamedTuple):
@@ -42,14 +42,16 @@ class Sizes(NamedTuple):
     expected: Sequence[int]
 
 
-def statement(words: str, rank: int, sizes: Sizes | None = None) -> Array:
-    """The statement of rank `rank`, uint8 (STATEMENT_BYTES,). `words` must be the same on all ranks; `sizes` must fit
-    those of the others."""
-    text = words if sizes is None else f"{words}, bytes to each rank {sizes.sent}, from each {sizes.expected}"
-    own = blake2b(words.encode(), digest_size=DIGEST_BYTES).digest()
+def statement(description: str, rank: int, sizes: Sizes | None = None) -> Array:
+    """The statement of rank `rank`, uint8 (STATEMENT_BYTES,). `description` must be the same on all ranks; `sizes`
+    must fit those of the others."""
+    text = (
+        description if sizes is None else f"{description}, bytes to each rank {sizes.sent}, from each {sizes.expected}"
+    )
+    digest = blake2b(description.encode(), digest_size=DIGEST_BYTES).digest()
     balance = 0 if sizes is None else _balance(rank, sizes)
-    shown = text.encode("ascii", "backslashreplace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-    return np.frombuffer(own + balance.to_bytes(BALANCE_BYTES, "little") + shown, np.uint8)
+    encoded = text.encode("ascii", "backslashreplace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+    return np.frombuffer(digest + balance.to_bytes(BALANCE_BYTES, "little") + encoded, np.uint8)
 
 
 def check_agreement(statements: Array) -> None:
@@ -66,24 +68,24 @@ def check_agreement(statements: Array) -> None:
     first_ranks: dict[str, int] = {}
     for rank, text in enumerate(texts):
         first_ranks.setdefault(text, rank)
-    said = "; ".join(f"rank {rank}: {text}" for text, rank in list(first_ranks.items())[:MOST_SHOWN])
-    what = "ranks call different collectives" if differ else "ranks send what others do not expect"
-    raise UsageError(f"{what}: {said}{'; ...' if len(first_ranks) > MOST_SHOWN else ''}")
+    listing = "; ".join(f"rank {rank}: {text}" for text, rank in list(first_ranks.items())[:MAX_SHOWN])
+    problem = "ranks call different collectives" if differ else "ranks send what others do not expect"
+    raise UsageError(f"{problem}: {listing}{'; ...' if len(first_ranks) > MAX_SHOWN else ''}")
 
 
 def _balance(rank: int, sizes: Sizes) -> int:
-    ranks, own = np.arange(len(sizes.sent), dtype=np.uint64), np.full(len(sizes.sent), rank, np.uint64)
+    ranks, own_ranks = np.arange(len(sizes.sent), dtype=np.uint64), np.full(len(sizes.sent), rank, np.uint64)
     sent, expected = (np.array(byte_counts, np.uint64) for byte_counts in sizes)
-    return (_sum_of_mixed(own, ranks, sent) - _sum_of_mixed(ranks, own, expected)) % (1 << 64)
+    return (_sum_of_mixed(own_ranks, ranks, sent) - _sum_of_mixed(ranks, own_ranks, expected)) % (1 << 64)
 
 
 def _sum_of_mixed(sender: Array, receiver: Array, size: Array) -> int:
     """The sum, modulo 2**64, of a hash of each sender, receiver and size."""
     hashes = np.zeros_like(size)
     for part in (sender, receiver, size):
-        hashes = (hashes ^ part) + _ODD[0]
-        hashes = (hashes ^ (hashes >> np.uint64(30))) * _ODD[1]
-        hashes = (hashes ^ (hashes >> np.uint64(27))) * _ODD[2]
+        hashes = (hashes ^ part) + _HASH_FACTORS[0]
+        hashes = (hashes ^ (hashes >> np.uint64(30))) * _HASH_FACTORS[1]
+        hashes = (hashes ^ (hashes >> np.uint64(27))) * _HASH_FACTORS[2]
         hashes = hashes ^ (hashes >> np.uint64(31))
     return int(hashes.sum(dtype=np.uint64))
 

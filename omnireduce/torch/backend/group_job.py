@@ -62,7 +62,7 @@ class Job:
             self._check_not_left()
             if self._communicator is None:
                 try:
-                    communicator = self._communicator_of(*self._agree())
+                    communicator = self._connect(*self._agree())
                 except OmniReduceError as error:
                     raise told_to_torch(error) from error
                 self._communicator = communicator
@@ -78,25 +78,25 @@ class Job:
     def _agree(self) -> tuple[str, Config]:
         """The id of this job, which rank 0 draws, and the configuration. Returns when all ranks are here; a rank that
         has died is noticed at once. Raises ConfigError, and UsageError if another rank has raised it."""
-        drawn, texts = secrets.token_bytes(DRAWN_BYTES), list[bytes]()
+        own_id, texts = secrets.token_bytes(DRAWN_BYTES), list[bytes]()
 
         def exchange(_: Config | None, reason: str) -> list[str]:
-            texts.extend(self._told_by_all((drawn + reason.encode()).ljust(DRAWN_BYTES + REFUSED_BYTES, b"\0")))
+            texts.extend(self._exchange_bytes((own_id + reason.encode()).ljust(DRAWN_BYTES + REFUSED_BYTES, b"\0")))
             return [text[DRAWN_BYTES:].rstrip(b"\0").decode() for text in texts]
 
         config = run_agreed_by(lambda: load_config(overrides=[f"cluster.timeout_s={self._timeout_s}"]), exchange)
         return texts[0][:DRAWN_BYTES].hex(), config
 
-    def _told_by_all(self, own: bytes) -> list[bytes]:
-        """The bytes of each rank, of one length. Raises DistBackendError."""
-        parts = [torch.empty(len(own), dtype=torch.uint8, device="cpu") for _ in range(self._gloo.size())]
+    def _exchange_bytes(self, data: bytes) -> list[bytes]:
+        """Exchange bytes, equally many on all ranks; return those of each rank. Raises DistBackendError."""
+        parts = [torch.empty(len(data), dtype=torch.uint8, device="cpu") for _ in range(self._gloo.size())]
         try:
-            self._gloo.allgather([parts], [torch.frombuffer(bytearray(own), dtype=torch.uint8)]).wait()
+            self._gloo.allgather([parts], [torch.frombuffer(bytearray(data), dtype=torch.uint8)]).wait()
         except RuntimeError as error:
             raise dist.DistBackendError(f"omnireduce: not all ranks came to join the job: {error}") from error
         return [part.numpy().tobytes() for part in parts]
 
-    def _communicator_of(self, launch: str, config: Config) -> Communicator:
+    def _connect(self, launch: str, config: Config) -> Communicator:
         config = override_config(config, {"cluster.launch": launch}, source="process group")
         name = "torch" if config.cluster.job == "auto" else config.cluster.job
         communicator = connect(config, job=f"{name}-{launch}", rank=self._gloo.rank(), size=self._gloo.size())

@@ -16,7 +16,7 @@ from omnireduce.support.addresses import loopback
 from omnireduce.torch.backend.rendezvous import MeetingPoint, drawn_ports
 
 
-def tell_torch(environ: MutableMapping[str, str] = os.environ) -> MeetingPoint | None:
+def set_torch_variables(environ: MutableMapping[str, str] = os.environ) -> MeetingPoint | None:
     """Set the variables that `init_process_group` reads, under mpirun, srun and similar launchers. If RANK or
     WORLD_SIZE is set, set none.
 
@@ -24,10 +24,10 @@ def tell_torch(environ: MutableMapping[str, str] = os.environ) -> MeetingPoint |
     first host of a Slurm step. MASTER_PORT is drawn from the launch's identity. If the identity or the address is not
     known, these two stay unset, and torch asks for them. Raises UsageError if the launcher's variables make no sense.
 
-    Returns the place where the ranks meet, unless the user has chosen one.
+    Returns the meeting point of the ranks, unless the user has chosen an address.
     """
     if "RANK" in environ or "WORLD_SIZE" in environ:  # one alone: the other comes with the call
-        return _place_of_run(environ)
+        return _meeting_point_of_run(environ)
     launch = detect_launch(environ)
     if launch.launcher == "none":
         return None
@@ -43,8 +43,8 @@ def tell_torch(environ: MutableMapping[str, str] = os.environ) -> MeetingPoint |
     return MeetingPoint(identity, address, ports) if is_drawn else None
 
 
-def _place_of_run(environ: Mapping[str, str]) -> MeetingPoint | None:
-    """The place under `omnireduce run`, which has found a free port. Perhaps it is no longer free."""
+def _meeting_point_of_run(environ: Mapping[str, str]) -> MeetingPoint | None:
+    """The meeting point under `omnireduce run`, which has found a free port. Perhaps it is no longer free."""
     job, address, port = (environ.get(name, "") for name in ("OMNIRUN_JOB", "MASTER_ADDR", "MASTER_PORT"))
     if not job or not address or not port.isdecimal() or "TORCHELASTIC_RUN_ID" in environ:  # of a torchrun in a rank
         return None

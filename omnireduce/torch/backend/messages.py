@@ -24,8 +24,8 @@ from omnireduce.errors import UsageError
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.support.logs import tagged
 from omnireduce.torch.backend.gloo import GlooWork, said_by_gloo
-from omnireduce.torch.backend.options import only
-from omnireduce.torch.tensors import flat_bytes, put_back, room_of, staged, type_name
+from omnireduce.torch.backend.options import only_element
+from omnireduce.torch.tensors import flat_bytes, put_back, result_buffer, staged, type_name
 
 TAG_BITS, CHECK_BITS = 16, 14  # of the 31 that gloo has
 LARGEST_TAG = (1 << TAG_BITS + CHECK_BITS) - 1
@@ -40,20 +40,20 @@ class Messages:
         self._gloo, self._waits = gloo, _Waits()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist._Work:
-        tensor, slot = only(tensors), self._slot(tensors, rank, tag)
+        tensor, slot = only_element(tensors), self._slot(tensors, rank, tag)
         own = [flat_bytes(staged(tensor))]
         begin = partial(self._gloo.send, own, rank, slot)
         return self._begun(begin, f"to send {_shown(tensor, tag)} to rank {rank}", lambda: [tensor])
 
     def receive(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist._Work:
-        tensor, slot = only(tensors), self._slot(tensors, rank, tag)
-        room = room_of(tensor)
+        tensor, slot = only_element(tensors), self._slot(tensors, rank, tag)
+        room = result_buffer(tensor)
         begin = partial(self._gloo.recv, [flat_bytes(room)], rank, slot)
         return self._begun(begin, f"for {_shown(tensor, tag)} from rank {rank}", lambda: put_back([tensor], [room]))
 
     def receive_from_any(self, tensors: Sequence[Tensor], tag: int) -> dist._Work:
-        tensor, slot = only(tensors), self._slot(tensors, None, tag)
-        room = room_of(tensor)
+        tensor, slot = only_element(tensors), self._slot(tensors, None, tag)
+        room = result_buffer(tensor)
         begin = partial(self._gloo.recv_anysource, [flat_bytes(room)], slot)
         return self._begun(begin, f"for {_shown(tensor, tag)} from any rank", lambda: put_back([tensor], [room]))
 

@@ -1,7 +1,7 @@
 """The collectives of torch that move tensors from rank to rank, as gloo does them: with bytes.
 
-Each function takes what torch hands to the method of a group, and the group of gloo. It raises UsageError where that
-cannot be.
+Each function takes the arguments that torch hands to the method of a group, and the group of gloo. It raises UsageError
+for wrong arguments.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from omnireduce.errors import UsageError
 from omnireduce.torch.backend.gloo import Movement, Sizes
 from omnireduce.torch.backend.reduce_ops import op_name
-from omnireduce.torch.tensors import described, flat_bytes, gpus_of, put_back, room_of, staged, type_name
+from omnireduce.torch.tensors import described, flat_bytes, gpus_of, put_back, result_buffer, staged, type_name
 
 Tensors = Sequence[Tensor]
-MOST_LISTED = 3  # tensors that words name one by one
+MAX_LISTED = 3  # tensors that words name one by one
 
 
 def all_gather(gloo: dist.ProcessGroup, outs: Tensors, tensor: Tensor, opts: Any) -> Movement:
     """The tensors of all ranks."""
-    _check_alike(outs, tensor, gloo.size())
-    rooms, own = _rooms(outs), flat_bytes(staged(tensor))
+    _check_results(outs, tensor, gloo.size())
+    buffers, sent = _result_buffers(outs), flat_bytes(staged(tensor))
     return Movement(
         f"all_gather of {described(tensor)}",
-        lambda: gloo.allgather([_all_bytes(rooms)], [own], opts),
-        lambda: put_back(outs, rooms),
+        lambda: gloo.allgather([_all_bytes(buffers)], [sent], opts),
+        lambda: put_back(outs, buffers),
         gpus_of(outs),
     )
 
@@ -43,14 +43,14 @@ def all_gather_single(gloo: dist.ProcessGroup, outs: Tensors, tensors: Tensors, 
                 f"a result of {described(out)} came for a tensor of {described(tensor)}; expected {gloo.size()} times "
                 f"as many elements of {type_name(tensor)}"
             )
-    rooms, own = _rooms(outs), _all_bytes([staged(tensor) for tensor in tensors])
-    of_ranks = [
-        list(parts) for parts in zip(*(room.tensor_split(gloo.size()) for room in _all_bytes(rooms)), strict=True)
+    buffers, sent = _result_buffers(outs), _all_bytes([staged(tensor) for tensor in tensors])
+    rank_parts = [
+        list(parts) for parts in zip(*(buffer.tensor_split(gloo.size()) for buffer in _all_bytes(buffers)), strict=True)
     ]
     return Movement(
-        f"all_gather into one tensor of {_listed(tensors)}",
-        lambda: gloo.allgather_coalesced(of_ranks, own, opts),
-        lambda: put_back(outs, rooms),
+        f"all_gather into one tensor of {_describe_all(tensors)}",
+        lambda: gloo.allgather_coalesced(rank_parts, sent, opts),
+        lambda: put_back(outs, buffers),
         gpus_of(outs),
     )
 
@@ -60,16 +60,16 @@ def all_gather_coalesced(gloo: dist.ProcessGroup, outs: Sequence[Tensors], tenso
     if len(outs) != gloo.size():
         raise UsageError(f"{len(outs)} lists of results came; expected one for each of the {gloo.size()} ranks")
     for results in zip(*outs, tensors, strict=True):
-        _check_alike(results[:-1], results[-1], gloo.size())
-    flat = [out for of_rank in outs for out in of_rank]
-    rooms, own = _rooms(flat), _all_bytes([staged(tensor) for tensor in tensors])
+        _check_results(results[:-1], results[-1], gloo.size())
+    flat = [out for rank_outs in outs for out in rank_outs]
+    buffers, sent = _result_buffers(flat), _all_bytes([staged(tensor) for tensor in tensors])
     starts = range(0, len(flat), len(tensors))
     return Movement(
-        f"all_gather of {_listed(tensors)}",
+        f"all_gather of {_describe_all(tensors)}",
         lambda: gloo.allgather_coalesced(
-            [_all_bytes(rooms[start : start + len(tensors)]) for start in starts], own, opts
+            [_all_bytes(buffers[start : start + len(tensors)]) for start in starts], sent, opts
         ),
-        lambda: put_back(flat, rooms),
+        lambda: put_back(flat, buffers),
         gpus_of(flat),
     )
 
@@ -78,30 +78,30 @@ def gather(gloo: dist.ProcessGroup, outs: Sequence[Tensors], tensor: Tensor, opt
     """The tensors of all ranks, on the root alone."""
     results = outs[0] if outs else []
     if gloo.rank() == opts.rootRank:
-        _check_alike(results, tensor, gloo.size())
+        _check_results(results, tensor, gloo.size())
     elif results:
         raise UsageError(f"{len(results)} results came; expected none, for the root is rank {opts.rootRank}")
-    rooms, own = _rooms(results), flat_bytes(staged(tensor))
+    buffers, sent = _result_buffers(results), flat_bytes(staged(tensor))
     return Movement(
         f"gather of {described(tensor)} to rank {opts.rootRank}",
-        lambda: gloo.gather([_all_bytes(rooms)] if rooms else [], [own], opts),
-        lambda: put_back(results, rooms),
+        lambda: gloo.gather([_all_bytes(buffers)] if buffers else [], [sent], opts),
+        lambda: put_back(results, buffers),
         gpus_of(results),
     )
 
 
 def scatter(gloo: dist.ProcessGroup, out: Tensor, parts: Sequence[Tensors], opts: Any) -> Movement:
     """This rank's part of the root's."""
-    own = parts[0] if parts else []
+    root_parts = parts[0] if parts else []
     if gloo.rank() == opts.rootRank:
-        _check_alike(own, out, gloo.size())
-    elif own:
-        raise UsageError(f"{len(own)} parts came; expected none, for the root is rank {opts.rootRank}")
-    rooms, sent = _rooms([out]), _all_bytes([staged(part) for part in own])
+        _check_results(root_parts, out, gloo.size())
+    elif root_parts:
+        raise UsageError(f"{len(root_parts)} parts came; expected none, for the root is rank {opts.rootRank}")
+    buffers, sent = _result_buffers([out]), _all_bytes([staged(part) for part in root_parts])
     return Movement(
         f"scatter of {described(out)} from rank {opts.rootRank}",
-        lambda: gloo.scatter(_all_bytes(rooms), [sent] if sent else [], opts),
-        lambda: put_back([out], rooms),
+        lambda: gloo.scatter(_all_bytes(buffers), [sent] if sent else [], opts),
+        lambda: put_back([out], buffers),
         gpus_of([out]),
     )
 
@@ -116,15 +116,15 @@ def all_to_all(gloo: dist.ProcessGroup, outs: Tensors, tensors: Tensors, opts: A
         )
     parts = _all_bytes([staged(tensor) for tensor in tensors])
     sizes = Sizes([len(part) for part in parts], [out.nbytes for out in outs])
-    sent, room = torch.cat(parts), torch.empty(sum(sizes.expected), dtype=torch.uint8)
+    sent, buffer = torch.cat(parts), torch.empty(sum(sizes.expected), dtype=torch.uint8)
 
     def finish() -> list[Tensor]:
-        came = zip(room.split(list(sizes.expected)), outs, strict=True)
-        return put_back(outs, [part.view(out.dtype).view(out.shape) for part, out in came])
+        pairs = zip(buffer.split(list(sizes.expected)), outs, strict=True)
+        return put_back(outs, [part.view(out.dtype).view(out.shape) for part, out in pairs])
 
     return Movement(
         f"all_to_all of {kinds[0]}",
-        lambda: gloo.alltoall_base(room, sent, list(sizes.expected), list(sizes.sent), opts),
+        lambda: gloo.alltoall_base(buffer, sent, list(sizes.expected), list(sizes.sent), opts),
         finish,
         gpus_of(outs),
         sizes,
@@ -140,11 +140,11 @@ def all_to_all_single(
     if out.dtype != tensor.dtype:
         raise UsageError(f"a result of {type_name(out)} came for a tensor of {type_name(tensor)}; expected the same")
     sizes = Sizes(_sizes(tensor, to_ranks, gloo.size()), _sizes(out, from_ranks, gloo.size()))
-    rooms, own = _rooms([out]), flat_bytes(staged(tensor))
+    buffers, sent = _result_buffers([out]), flat_bytes(staged(tensor))
     return Movement(
         f"all_to_all_single of {type_name(tensor)}",
-        lambda: gloo.alltoall_base(flat_bytes(rooms[0]), own, list(sizes.expected), list(sizes.sent), opts),
-        lambda: put_back([out], rooms),
+        lambda: gloo.alltoall_base(flat_bytes(buffers[0]), sent, list(sizes.expected), list(sizes.sent), opts),
+        lambda: put_back([out], buffers),
         gpus_of([out]),
         sizes,
     )
@@ -155,38 +155,40 @@ def combine_bits(gloo: dist.ProcessGroup, copies: Tensors, opts: Any, results: T
     `targets`."""
     plain = dist.AllreduceCoalescedOptions()
     plain.reduceOp, plain.timeout = opts.reduceOp, opts.timeout
-    own = _all_bytes(copies)
+    sent = _all_bytes(copies)
     return Movement(
-        f"ReduceOp.{op_name(opts.reduceOp)} of {_listed(copies)}",
-        lambda: gloo.allreduce_coalesced(own, plain),
+        f"ReduceOp.{op_name(opts.reduceOp)} of {_describe_all(copies)}",
+        lambda: gloo.allreduce_coalesced(sent, plain),
         lambda: put_back(targets, results),
         gpus_of(targets),
     )
 
 
-def _rooms(outs: Tensors) -> list[Tensor]:
-    return [room_of(out) for out in outs]
+def _result_buffers(outs: Tensors) -> list[Tensor]:
+    return [result_buffer(out) for out in outs]
 
 
 def _all_bytes(tensors: Tensors) -> list[Tensor]:
     return [flat_bytes(tensor) for tensor in tensors]
 
 
-def _listed(tensors: Tensors) -> str:
+def _describe_all(tensors: Tensors) -> str:
     """Tensors in words; a long list shows how many there are, and what tells it from others."""
     texts = [described(tensor) for tensor in tensors]
-    if len(texts) <= MOST_LISTED:
+    if len(texts) <= MAX_LISTED:
         return " and ".join(texts)
     return f"{len(texts)} tensors, checksum {zlib.crc32(' and '.join(texts).encode()):08x}"
 
 
-def _check_alike(outs: Tensors, tensor: Tensor, size: int) -> None:
+def _check_results(outs: Tensors, tensor: Tensor, size: int) -> None:
     """Whether there is a tensor like this one for each rank."""
     if len(outs) == size and all(out.dtype == tensor.dtype and out.shape == tensor.shape for out in outs):
         return
     kinds = sorted({described(out) for out in outs})
-    came = f"{len(outs)} tensors of {' and '.join(kinds[:MOST_LISTED])}" if outs else "no tensors"
-    raise UsageError(f"{came} came beside one of {described(tensor)}; expected such a one for each of the {size} ranks")
+    received = f"{len(outs)} tensors of {' and '.join(kinds[:MAX_LISTED])}" if outs else "no tensors"
+    raise UsageError(
+        f"{received} came beside one of {described(tensor)}; expected such a one for each of the {size} ranks"
+    )
 
 
 def _sizes(tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Options of a collective, as torch hands them to a group: as an object, or as arguments."""
+"""Options of a collective. Torch hands them to a process group as an object, or as single arguments."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from omnireduce.errors import UsageError
 
 T = TypeVar("T")
 Method = Callable[..., Any]
-_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # of options, by the words for them
+_FIELDS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}  # fields of options, by the argument's name
 
 
-def only(given: Sequence[T]) -> T:
+def only_element(elements: Sequence[T]) -> T:
     """The element of a list of one: torch has lists where a process once had several GPUs. Raises UsageError."""
-    if len(given) != 1:
-        raise UsageError(f"{len(given)} of them came in a list; expected one")
-    return given[0]
+    if len(elements) != 1:
+        raise UsageError(f"{len(elements)} of them came in a list; expected one")
+    return elements[0]
 
 
-def options_of(kind: type, words: Sequence[str], args: Sequence[Any], named: dict[str, Any]) -> Any:
-    """The options of this kind among the arguments of a call, or else options made of its arguments `words`."""
-    given = named.get("opts", args[0] if args else None)
-    if isinstance(given, kind):
-        return given
+def options_of(kind: type, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The options of this kind among the arguments of a call, or else options made of its arguments `names`."""
+    candidate = kwargs.get("opts", args[0] if args else None)
+    if isinstance(candidate, kind):
+        return candidate
     options = kind()
-    for word, value in {**dict(zip(words, args, strict=False)), **named}.items():
+    for name, value in {**dict(zip(names, args, strict=False)), **kwargs}.items():
         if value is not None:
-            setattr(options, _FIELDS[word], value)
+            setattr(options, _FIELDS[name], value)
     return options
 
 
-def forms(kind: type, *words: str) -> Callable[[Method], Method]:
+def forms(kind: type, *names: str) -> Callable[[Method], Method]:
     """Lets a method `(self, tensors, opts)`, whose options are of `kind`, also take one tensor for a list of one, and
-    the arguments `words` for the options."""
+    the arguments `names` for the options."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def call(self: Any, tensors: list[Tensor] | Tensor, *args: Any, **named: Any) -> Any:
-            listed = [tensors] if isinstance(tensors, Tensor) else tensors
-            return method(self, listed, options_of(kind, words, args, named))
+        def call(self: Any, tensors: list[Tensor] | Tensor, *args: Any, **kwargs: Any) -> Any:
+            tensor_list = [tensors] if isinstance(tensors, Tensor) else tensors
+            return method(self, tensor_list, options_of(kind, names, args, kwargs))
 
         return call
 
     return decorate
 
 
-def forms_of_two(kind: type, *words: str) -> Callable[[Method], Method]:
-    """The same for a method `(self, outs, tensors, opts)`. Where one of the two is a tensor, both become lists of
+def forms_of_two(kind: type, *names: str) -> Callable[[Method], Method]:
+    """As `forms`, for a method `(self, outs, tensors, opts)`. If one of the two is a tensor, both become lists of
     one."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def call(self: Any, outs: Any, tensors: Any, *args: Any, **named: Any) -> Any:
-            opts = options_of(kind, words, args, named)
+        def call(self: Any, outs: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            opts = options_of(kind, names, args, kwargs)
             if isinstance(outs, Tensor) or isinstance(tensors, Tensor):
                 outs, tensors = [outs], [tensors]
             return method(self, outs, tensors, opts)

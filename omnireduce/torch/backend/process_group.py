@@ -26,14 +26,20 @@ from omnireduce.torch.backend.options import (
     broadcast_forms,
     coalesced_forms,
     gather_forms,
-    only,
+    only_element,
     options_of,
     reduce_forms,
     reduce_scatter_forms,
     scatter_forms,
 )
 from omnireduce.torch.backend.reduce_ops import Reduction, reduction_of
-from omnireduce.torch.backend.rendezvous import address_for_gloo, is_torchs_own, keep, meet, said_of_host
+from omnireduce.torch.backend.rendezvous import (
+    address_for_gloo,
+    await_all_ranks,
+    host_message,
+    is_made_by_torch,
+    keep_store,
+)
 from omnireduce.torch.backend.work import NO_LIMIT, Completion, FinishedWork, Outcome, OutcomeWork, told_to_torch
 from omnireduce.torch.sparse import replace, rows_of, stream_of
 from omnireduce.torch.tensors import array_of, bytes_of, copied, put_back, staged
@@ -43,7 +49,7 @@ COMPILER = "torch._dynamo"  # the module, once torch has loaded it
 
 
 class Request(NamedTuple):
-    """A collective that torch asks for: how to go through it, how to start it, and with what."""
+    """A collective that torch asks for: methods that run it or begin it, with their arguments."""
 
     run: Callable[..., Any]
     begin: Callable[..., Handle[Any]]
@@ -64,7 +70,7 @@ class Abilities:
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """`rank` of `size`, who meet at `store`. A collective may take as long as `timeout`.
+    """The process group of torch on rank `rank` of `size` ranks, which meet at `store`. `timeout`: for a collective.
 
     Reductions, broadcasts and barriers go through omnireduce; what that does not serve goes through gloo. The methods
     have the names, parameters and results that torch asks for; where a rank fails, they or the work that they return
@@ -76,10 +82,12 @@ class ProcessGroup(dist.ProcessGroup):
         for device in DEVICES[: 2 if torch.cuda.is_available() else 1]:  # whose tensors it takes: some programs ask
             self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, None)
         self._rank, self._size, self._name, self._description = rank, size, "", ""
-        if rank == 0 and not dist.is_initialized() and is_torchs_own(store):
-            keep(store)
-        met = meet(store, rank, size, said_of_host(store), timeout)
-        self._gloo = gloo_group(dist.PrefixStore(met.key, store), rank, size, address_for_gloo(met.said), timeout)
+        if rank == 0 and not dist.is_initialized() and is_made_by_torch(store):
+            keep_store(store)
+        meeting = await_all_ranks(store, rank, size, host_message(store), timeout)
+        self._gloo = gloo_group(
+            dist.PrefixStore(meeting.key, store), rank, size, address_for_gloo(meeting.messages), timeout
+        )
         self._job = Job(self._gloo, timeout)
         self._completion = Completion()
         self._movements, self._messages = Movements(self._job, self._completion), Messages(self._gloo)
@@ -129,48 +137,50 @@ class ProcessGroup(dist.ProcessGroup):
 
     @allreduce_forms
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        tensor = only(tensors)
-        how = reduction_of(opts.reduceOp, tensors)
+        tensor = only_element(tensors)
+        reduction = reduction_of(opts.reduceOp, tensors)
         if tensor.is_sparse:
-            return self._allreduce_rows(tensor, how, opts)
+            return self._allreduce_rows(tensor, reduction, opts)
         copies = [staged(tensor)]
-        return self._combine(copies, how, opts, copies, tensors)
+        return self._combine(copies, reduction, opts, copies, tensors)
 
     @coalesced_forms
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        how = reduction_of(opts.reduceOp, tensors)
+        reduction = reduction_of(opts.reduceOp, tensors)
         if tensors[0].is_sparse:
             raise UsageError(f"{len(tensors)} sparse tensors came together; expected one at a time")
         copies = [staged(tensor) for tensor in tensors]
-        return self._combine(copies, how, opts, copies, tensors)
+        return self._combine(copies, reduction, opts, copies, tensors)
 
     @reduce_forms
     def reduce(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        tensor = only(tensors)
-        how, root = reduction_of(opts.reduceOp, tensors), opts.rootRank
+        tensor = only_element(tensors)
+        reduction, root = reduction_of(opts.reduceOp, tensors), opts.rootRank
         if tensor.is_sparse:
             raise UsageError("a sparse tensor came; expected a dense one, or an all_reduce")
         is_root = self._rank == root
-        copies = [staged(tensor) if is_root or how.op else copied(tensor)]
+        copies = [staged(tensor) if is_root or reduction.op else copied(tensor)]
         results, targets = (copies, tensors) if is_root else ([], [])
-        if how.op is None:
-            return self._combine(copies, how, opts, results, targets)
-        request = Request(Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": how.op})
-        finish = self._finish(how, results, targets)
+        if reduction.op is None:
+            return self._combine(copies, reduction, opts, results, targets)
+        request = Request(
+            Communicator.reduce, Communicator.reduce_async, (array_of(copies[0]), root), {"op": reduction.op}
+        )
+        finish = self._finish(reduction, results, targets)
         return self._start(request, tensors, opts, lambda done: finish(done) or tensors)
 
     @reduce_scatter_forms
     def reduce_scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> dist._Work:
-        out, given = only(outs), only(parts)
-        if len(given) != self._size or given[self._rank].shape != out.shape:
-            shapes = [list(part.shape) for part in given]
+        out, inputs = only_element(outs), only_element(parts)
+        if len(inputs) != self._size or inputs[self._rank].shape != out.shape:
+            shapes = [list(part.shape) for part in inputs]
             raise UsageError(
                 f"tensors of {shapes} came for a result of {list(out.shape)}; expected one for each of the "
                 f"{self._size} ranks, and that of this rank of the shape of the result"
             )
-        how = reduction_of(opts.reduceOp, [out, *given])
-        copies = [copied(part) for part in given]
-        return self._combine(copies, how, opts, [copies[self._rank]], outs)
+        reduction = reduction_of(opts.reduceOp, [out, *inputs])
+        copies = [copied(part) for part in inputs]
+        return self._combine(copies, reduction, opts, [copies[self._rank]], outs)
 
     @reduce_scatter_forms
     def reduce_scatter_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any) -> dist._Work:
@@ -180,48 +190,48 @@ class ProcessGroup(dist.ProcessGroup):
                     f"a tensor of {list(tensor.shape)} came for a result of {list(out.shape)}; expected {self._size} "
                     "times as many elements"
                 )
-        how = reduction_of(opts.reduceOp, [*outs, *tensors])
+        reduction = reduction_of(opts.reduceOp, [*outs, *tensors])
         copies = [copied(tensor) for tensor in tensors]
-        own = [copy.view(self._size, *out.shape)[self._rank] for copy, out in zip(copies, outs, strict=True)]
-        return self._combine(copies, how, opts, own, outs)
+        results = [copy.view(self._size, *out.shape)[self._rank] for copy, out in zip(copies, outs, strict=True)]
+        return self._combine(copies, reduction, opts, results, outs)
 
     def _combine(
-        self, copies: list[Tensor], how: Reduction, opts: Any, results: list[Tensor], targets: list[Tensor]
+        self, copies: list[Tensor], reduction: Reduction, opts: Any, results: list[Tensor], targets: list[Tensor]
     ) -> dist._Work:
         """Combine staged tensors of all ranks in place, and put `results`, which are parts of them, into `targets`."""
-        if how.op is None:
+        if reduction.op is None:
             return self._move(movements.combine_bits(self._gloo, copies, opts, results, targets), opts)
         arrays = [array_of(copy) for copy in copies]
         x = arrays[0] if len(arrays) == 1 else arrays
-        request = Request(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": how.op})
-        return self._start(request, targets, opts, self._finish(how, results, targets))
+        request = Request(Communicator.allreduce, Communicator.allreduce_async, (x,), {"op": reduction.op})
+        return self._start(request, targets, opts, self._finish(reduction, results, targets))
 
     def _finish(
-        self, how: Reduction, results: list[Tensor], targets: list[Tensor]
+        self, reduction: Reduction, results: list[Tensor], targets: list[Tensor]
     ) -> Callable[[Any], Sequence[Tensor]]:
         def finish(_: Any) -> Sequence[Tensor]:
             for result in results:
-                how.divided(array_of(result), self._size)
+                reduction.divided(array_of(result), self._size)
             return put_back(targets, results)
 
         return finish
 
-    def _allreduce_rows(self, tensor: Tensor, how: Reduction, opts: Any) -> dist._Work:
+    def _allreduce_rows(self, tensor: Tensor, reduction: Reduction, opts: Any) -> dist._Work:
         request = Request(
-            Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": how.op}
+            Communicator.allreduce_rows, Communicator.allreduce_rows_async, rows_of(tensor), {"op": reduction.op}
         )
         stream = stream_of(tensor)
 
         def finish(rows: Rows[Any]) -> list[Tensor]:
             numbers, values = rows
-            replace(tensor, (numbers, how.divided(values, self._size)), stream)
+            replace(tensor, (numbers, reduction.divided(values, self._size)), stream)
             return [tensor]
 
         return self._start(request, [tensor], opts, finish)
 
     @broadcast_forms
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist._Work:
-        copies = [staged(only(tensors))]
+        copies = [staged(only_element(tensors))]
         request = Request(
             Communicator.broadcast, Communicator.broadcast_async, (bytes_of(copies[0]), opts.rootRank), {}
         )
@@ -233,7 +243,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @all_gather_forms
     def allgather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> dist._Work:
-        return self._move(movements.all_gather(self._gloo, only(outs), only(tensors), opts), opts)
+        return self._move(movements.all_gather(self._gloo, only_element(outs), only_element(tensors), opts), opts)
 
     @all_gather_forms
     def all_gather_single_coalesced(self, outs: list[Tensor], tensors: list[Tensor], opts: Any) -> dist._Work:
@@ -245,11 +255,11 @@ class ProcessGroup(dist.ProcessGroup):
 
     @gather_forms
     def gather(self, outs: list[list[Tensor]], tensors: list[Tensor], opts: Any) -> dist._Work:
-        return self._move(movements.gather(self._gloo, outs, only(tensors), opts), opts)
+        return self._move(movements.gather(self._gloo, outs, only_element(tensors), opts), opts)
 
     @scatter_forms
     def scatter(self, outs: list[Tensor], parts: list[list[Tensor]], opts: Any) -> dist._Work:
-        return self._move(movements.scatter(self._gloo, only(outs), parts, opts), opts)
+        return self._move(movements.scatter(self._gloo, only_element(outs), parts, opts), opts)
 
     def alltoall(self, outs: list[Tensor], tensors: list[Tensor], *args: Any, **named: Any) -> dist._Work:
         opts = options_of(dist.AllToAllOptions, ["timeout"], args, named)
@@ -271,8 +281,8 @@ class ProcessGroup(dist.ProcessGroup):
         return self._messages.receive_from_any(tensors, tag)
 
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
-        """Raises RuntimeError on rank 0, which says who has not come, and on ranks that wait for it. What goes through
-        gloo does not work in this group after that."""
+        """Raises RuntimeError on rank 0, which says who has not come, and on ranks that wait for it. Collectives that
+        go through gloo do not work in this group after that."""
         limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
         try:
             self._gloo.monitored_barrier(limit, wait_all_ranks)
@@ -302,11 +312,10 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
 
-def _as_torch_calls_it(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that raises what users of torch expect.
+def _with_torch_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method, so that it raises the errors that users of torch expect.
 
-    It is never compiled, also where torch.compile works. To load torch's compiler takes a second, so who does not use
-    it does without.
+    torch.compile never compiles it. Loading torch's compiler takes a second, so only a program that uses it loads it.
     """
     uncompiled: Callable[..., Any] | None = None
 
@@ -328,7 +337,7 @@ def _as_torch_calls_it(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A collective whose other ranks hear of what this rank refuses by itself."""
+    """Wrap a collective: if this rank alone refuses it, the other ranks get an error, too."""
 
     @wraps(method)
     def call(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -357,9 +366,9 @@ _OTHER_NAMES = {  # those of one tensor, and those that older versions of torch 
     "all_to_all_single": ("alltoall_base",),
 }  # fmt: skip
 for _name in (*_REDUCTIONS, "broadcast", "barrier", *_MOVEMENTS):
-    setattr(ProcessGroup, _name, _as_torch_calls_it(_refusing(getattr(ProcessGroup, _name), _name)))
+    setattr(ProcessGroup, _name, _with_torch_errors(_refusing(getattr(ProcessGroup, _name), _name)))
 for _name in _MESSAGES:
-    setattr(ProcessGroup, _name, _as_torch_calls_it(getattr(ProcessGroup, _name)))
+    setattr(ProcessGroup, _name, _with_torch_errors(getattr(ProcessGroup, _name)))
 for _name, _others in _OTHER_NAMES.items():
     for _other in _others:
         setattr(ProcessGroup, _other, getattr(ProcessGroup, _name))

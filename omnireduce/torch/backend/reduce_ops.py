@@ -50,7 +50,7 @@ _BOOL = {
     **{name: Reduction("all") for name in ("PRODUCT", "MIN", "BAND")},
     "BXOR": Reduction(None),
 }
-_OF_TYPE: dict[torch.dtype, dict[str, Reduction]] = {
+_BY_DTYPE: dict[torch.dtype, dict[str, Reduction]] = {
     **dict.fromkeys(FLOATS, _FLOATS),
     **dict.fromkeys(INTEGERS, _INTEGERS),
     **dict.fromkeys(COMPLEX, _COMPLEX),
@@ -71,13 +71,17 @@ def reduction_of(op: object, tensors: Sequence[Tensor]) -> Reduction:
     if len(kinds) != 1:
         raise UsageError(f"tensors of {' and '.join(sorted(kinds)) or 'no type'} came; expected one element type")
     dtype, [kind] = tensors[0].dtype, kinds
-    known = _OF_TYPE.get(dtype, {})
+    reductions = _BY_DTYPE.get(dtype, {})
     if tensors[0].is_sparse:  # a tensor that lacks a row has zeros there: other operations would have to read them
-        known = {allowed: known[allowed] for allowed in ("SUM", "AVG") if allowed in known and dtype is not torch.bool}
+        reductions = {
+            op_text: reductions[op_text]
+            for op_text in ("SUM", "AVG")
+            if op_text in reductions and dtype is not torch.bool
+        }
     elif tensors[0].layout != torch.strided:
-        known = {}
-    if not known:
+        reductions = {}
+    if not reductions:
         raise UsageError(f"tensors of {kind} cannot be combined; cast them to another type")
-    if name not in known:
-        raise UsageError(f"ReduceOp.{name} does not work on tensors of {kind}; expected {' or '.join(known)}")
-    return known[name]
+    if name not in reductions:
+        raise UsageError(f"ReduceOp.{name} does not work on tensors of {kind}; expected {' or '.join(reductions)}")
+    return reductions[name]
