@@ -70,6 +70,7 @@ def undocumented(pyproject: str, page: str) -> list[str]:
     return [name for name in dependencies(pyproject) if f"`{name}`" not in page]
 
 
+@pytest.mark.integration  # starts import-linter
 def test_imports_keep_the_contracts() -> None:
     """The contracts of import-linter, in pyproject.toml. `make lint` shows the same."""
     pytest.importorskip("importlinter")
