@@ -264,14 +264,14 @@ class InprocCluster:
         self.submit(rank, descriptor, operand)
         return operand
 
-    def ragged(self, rank: int, x: Array, most: int) -> Packets:
-        """Submit what `Communicator.allgather_ragged` would; a part has up to `most` packets."""
+    def ragged(self, rank: int, x: Array, limit: int) -> Packets:
+        """Submit what `Communicator.allgather_ragged` would; a part has up to `limit` packets."""
         ranks = self.world_size
         descriptor = describe(
-            "allgather_ragged", "", str(x.dtype), x.shape[1:], item_bytes=x.dtype.itemsize, parts=ranks, packets=most
+            "allgather_ragged", "", str(x.dtype), x.shape[1:], item_bytes=x.dtype.itemsize, parts=ranks, packets=limit
         )
         layout = self.sharding.layout(descriptor)
-        operand = Packets(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), max_packets=most)
+        operand = Packets(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), max_packets=limit)
         self.submit(rank, descriptor, operand)
         return operand
 

@@ -367,10 +367,10 @@ def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool
 
 
 @contextlib.contextmanager
-def descriptors_below(most: int) -> Iterator[None]:
+def descriptors_below(limit: int) -> Iterator[None]:
     """No new descriptor has this number or a higher one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         yield
     finally:

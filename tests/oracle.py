@@ -98,11 +98,11 @@ def steps_of(indices: Sequence[int]) -> bytes:
 
 def indices_of_steps(listed: bytes) -> list[int]:
     """The indices that steps stand for."""
-    results, index, place = list[int](), 0, 0
+    results, index, position = list[int](), 0, 0
     for byte in listed:
-        index += byte % 128 << place
-        place = place + 7 if byte >= 128 else 0
-        if place == 0:
+        index += byte % 128 << position
+        position = position + 7 if byte >= 128 else 0
+        if position == 0:
             results.append(index)
     return results
 

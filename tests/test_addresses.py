@@ -250,7 +250,7 @@ def on(host: Host, code: str, *words: str) -> list[str]:
 @pytest.mark.integration
 def test_others_are_told_an_address_that_they_reach(hosts: list[Host]) -> None:
     """The host's own name means 127.0.1.1 there."""
-    here, there = hosts
-    own = "127.0.0.1" if "." in here.address else "::1"
-    assert on(here, PROBE, there.name) == [own, *[here.address] * 3, own]
-    assert on(here, PROBE, "nowhere.invalid", here.name) == [own, *[here.address] * 3, own]
+    local, remote = hosts
+    loopback = "127.0.0.1" if "." in local.address else "::1"
+    assert on(local, PROBE, remote.name) == [loopback, *[local.address] * 3, loopback]
+    assert on(local, PROBE, "nowhere.invalid", local.name) == [loopback, *[local.address] * 3, loopback]

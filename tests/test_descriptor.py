@@ -35,13 +35,13 @@ NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=NAME_CHARACTE
 @given(shape=SHAPES, block_size=st.integers(1, 2**28 - 1), dtype=st.sampled_from(DTYPES), name=NAMES)
 def test_a_call_reads_back(shape: tuple[int, ...], block_size: int, dtype: str, name: str) -> None:
     try:
-        called = Descriptor("allreduce", name, dtype, shape, "max", 8 * block_size)
+        descriptor = Descriptor("allreduce", name, dtype, shape, "max", 8 * block_size)
     except UsageError:
         return  # too large
-    assert decode_descriptor(called.encoded) == called
-    assert len(called.encoded) <= EXTRA_BYTES
-    assert called.block_bytes == 8 * block_size * ELEMENT_TYPES[dtype].itemsize
-    assert called.layout.elements == int(np.prod(np.array(shape, object), initial=1))
+    assert decode_descriptor(descriptor.encoded) == descriptor
+    assert len(descriptor.encoded) <= EXTRA_BYTES
+    assert descriptor.block_bytes == 8 * block_size * ELEMENT_TYPES[dtype].itemsize
+    assert descriptor.layout.elements == int(np.prod(np.array(shape, object), initial=1))
 
 
 @pytest.mark.parametrize(
@@ -55,26 +55,26 @@ def test_the_longest_call_fits(kind: Any, dimensions: list[int]) -> None:
     name = "\U0001f600" * NAME_CHARACTERS
     longest = dtype_text(np.dtype([(f"field {i}", "f8") for i in range(100)]))
     many = 0 in dimensions
-    called = Descriptor(
+    descriptor = Descriptor(
         kind, name, "bfloat16" if reduces else longest, tuple(dimensions), "mean" if reduces else "sum",
         MAX_BLOCK_SIZE, 2**32 - 1, 0 if reduces else 2**31 - 8 if many else 1, 2**32 - 1 if many else 1,
         "g" * GROUP_CHARACTERS,
     )  # fmt: skip
-    assert len(called.encoded) <= EXTRA_BYTES
-    assert decode_descriptor(called.encoded) == called
-    assert len(str(called)) < 1000
+    assert len(descriptor.encoded) <= EXTRA_BYTES
+    assert decode_descriptor(descriptor.encoded) == descriptor
+    assert len(str(descriptor)) < 1000
 
 
 @pytest.mark.parametrize("dimensions", [[2] * 61 + [1] * 3, [0] * 63 + [2**61], [2**32, 2**29]])
 def test_the_longest_call_with_a_codec_fits(dimensions: list[int]) -> None:
     name = "\U0001f600" * NAME_CHARACTERS
-    called = Descriptor(
+    descriptor = Descriptor(
         "allreduce", name, "float32", tuple(dimensions), "mean", 1 << 14, 2**32 - 1, 0, 1, "g" * GROUP_CHARACTERS,
         codec="c" * CODEC_CHARACTERS, seed=MAX_SEED,
     )  # fmt: skip
-    assert len(called.encoded) <= EXTRA_BYTES
-    assert decode_descriptor(called.encoded) == called
-    assert len(str(called)) < 1000
+    assert len(descriptor.encoded) <= EXTRA_BYTES
+    assert decode_descriptor(descriptor.encoded) == descriptor
+    assert len(str(descriptor)) < 1000
 
 
 def test_calls_in_words() -> None:
@@ -129,7 +129,7 @@ def test_two_that_look_alike_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("called", "element", "elements", "block_size"),
+    ("descriptor", "element", "elements", "block_size"),
     [
         (Descriptor("allreduce", "", "float64", (5, 7), block_size=16), "float64", 35, 16),
         (Descriptor("allreduce", "", "float64", ()), "float64", 1, 8),
@@ -147,9 +147,15 @@ def test_two_that_look_alike_are_told_apart() -> None:
     ],
     ids=str,
 )
-def test_what_travels_follows_from_the_call(called: Descriptor, element: str, elements: int, block_size: int) -> None:
-    assert (called.element.name, called.layout.elements, called.layout.block_size) == (element, elements, block_size)
-    assert called.block_bytes == block_size * ELEMENT_TYPES[element].itemsize
+def test_what_travels_follows_from_the_call(
+    descriptor: Descriptor, element: str, elements: int, block_size: int
+) -> None:
+    assert (descriptor.element.name, descriptor.layout.elements, descriptor.layout.block_size) == (
+        element,
+        elements,
+        block_size,
+    )
+    assert descriptor.block_bytes == block_size * ELEMENT_TYPES[element].itemsize
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "two\nlines", "\u202e"])
@@ -181,7 +187,7 @@ def test_packets_out_of_range(kind: Any, packets: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "refused", "said"),
+    ("kind", "name", "refused", "message"),
     [
         ("refusal", "", "", "expected a refusal, unnamed"),
         ("refusal", "w", "because", "expected a refusal, unnamed"),
@@ -190,8 +196,8 @@ def test_packets_out_of_range(kind: Any, packets: int) -> None:
         ("refusal", "", "\N{EURO SIGN}" * 201, "expected up to 600 bytes that can be shown"),
     ],
 )
-def test_a_refusal_says_why_and_nothing_else_does(kind: Any, name: str, refused: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_a_refusal_says_why_and_nothing_else_does(kind: Any, name: str, refused: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         Descriptor(kind, name, "uint8", (0,), item_bytes=1, refused=refused)
     longest = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused="\N{EURO SIGN}" * 200)
     assert decode_descriptor(longest.encoded) == longest
@@ -208,9 +214,10 @@ def test_dtypes_in_words() -> None:
 
 def test_calls_travel_as_before() -> None:
     """Byte for byte: whoever changes them makes a protocol version, as CONTRIBUTING.md says."""
-    called = Descriptor("allreduce_rows", "w", "float32", (125, 8))
+    descriptor = Descriptor("allreduce_rows", "w", "float32", (125, 8))
     assert (
-        called.encoded.hex() == "9fae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a000a000c0a0"
+        descriptor.encoded.hex()
+        == "9fae616c6c7265647563655f726f7773a177a7666c6f61743332927d08a373756d08000001a000a000c0a0"
     )
 
 

@@ -225,8 +225,8 @@ def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) 
         PYTHONPATH=os.pathsep.join(paths),
     )  # fmt: skip
     for rank in ranks:
-        said = [line for line in complaints(rank.err) if " has no effect: all ranks are on this host" not in line]
-        assert (rank.status, said) == (0, [])  # all on one host, where codecs have nothing to do
+        lines = [line for line in complaints(rank.err) if " has no effect: all ranks are on this host" not in line]
+        assert (rank.status, lines) == (0, [])  # all on one host, where codecs have nothing to do
 
 
 def make_targets() -> set[str]:
@@ -263,7 +263,7 @@ def run_script(lines: list[str], folder: Path, **environ: str) -> str:
     return out
 
 
-def here(line: str, port: str) -> str:
+def as_test_runs_it(line: str, port: str) -> str:
     """The line as a test can run it: at a port of its own, and until the aggregator is ready."""
     line = re.sub(r"(^|[\s=])((?:127\.0\.0\.1|localhost)?):7400\b", rf"\1\2:{port}", line)
     ready = r'\1 > ready & exec 3< ready; read -r said <&3; echo "$said"; [[ $said == ready* ]]'
@@ -283,7 +283,7 @@ def test_commands_run(daemon: Daemon, tmp_path: Path, block: Block) -> None:
     (tmp_path / "recommender.py").symlink_to(ROOT / "examples/recommender.py")
     (tmp_path / "vision.secret").symlink_to("teams/vision")  # in place of a copy on another host
     make = f'make() {{ command make -C {ROOT} -o {sys.prefix}/.ready VENV={sys.prefix} "$@"; }}'
-    lines = [make, *(here(line, address.rpartition(":")[2]) for line in block.text.splitlines())]
+    lines = [make, *(as_test_runs_it(line, address.rpartition(":")[2]) for line in block.text.splitlines())]
     environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": address, "PYTHONPATH": str(ROOT)}
     if starts:
         environ["OMNIREDUCE_AGGREGATOR_LISTEN"] = address

@@ -65,5 +65,5 @@ def test_a_front_without_its_package_says_how_to_get_it(module: str) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert result.returncode == 1
-    said = f"ModuleNotFoundError: omnireduce.{module} needs {module}, which is not installed here: {advice}"
-    assert result.stderr.splitlines()[-1].startswith(said)
+    message = f"ModuleNotFoundError: omnireduce.{module} needs {module}, which is not installed here: {advice}"
+    assert result.stderr.splitlines()[-1].startswith(message)

@@ -201,9 +201,9 @@ def test_of_every_event_there_are_a_few_lines_a_second(event: str) -> None:
     assert len([each for i in range(50) for each in flood.log(7.0 + i / 100, event)]) == A_SECOND
     [other] = flood.log(7.5, "no_verbs")
     assert other["event"] == "no_verbs"
-    told, line = flood.log(9.0, "no_verbs")
-    assert (told["event"], told["level"], told["events"][event]) == ("left_out", "warning", 50 - A_SECOND)
-    assert told["message"] == f"{50 - A_SECOND} lines were too many for the log"
+    summary, line = flood.log(9.0, "no_verbs")
+    assert (summary["event"], summary["level"], summary["events"][event]) == ("left_out", "warning", 50 - A_SECOND)
+    assert summary["message"] == f"{50 - A_SECOND} lines were too many for the log"
     assert line["event"] == "no_verbs"
     assert len(flood.log(9.1, event)) == 1
     assert len(flood.log(5.0, event)) == 1  # a clock that is set back
@@ -216,8 +216,8 @@ def test_what_was_left_out_is_told_without_a_further_line() -> None:
     flood.handler.tell_left_out(7.9)
     assert flood.written() == []
     flood.handler.tell_left_out(8.0)
-    [told] = flood.written()
-    assert told["events"] == {"refused": 3}
+    [summary] = flood.written()
+    assert summary["events"] == {"refused": 3}
     flood.handler.tell_left_out(9.0)
     assert flood.written() == []
 

@@ -44,12 +44,12 @@ def test_lines_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_seldom() -> None:
-    said, now = list[int](), [100.0]
-    tell = Throttle(lambda ready, total: said.append(ready), lambda: now[0])
+    reports, now = list[int](), [100.0]
+    tell = Throttle(lambda ready, total: reports.append(ready), lambda: now[0])
     for step in range(31):
         tell(step, 31)
         now[0] += EVERY_S / 10
-    assert said == [0, 10, 20, 30]
+    assert reports == [0, 10, 20, 30]
 
 
 def test_a_ticker_hands_on_what_it_raises() -> None:

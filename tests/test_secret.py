@@ -113,7 +113,7 @@ def test_a_group_of_ours_may_read_it(shared: Path, mode: int, groups: Sequence[i
 
 @as_root
 @pytest.mark.parametrize(
-    ("mode", "owner", "group", "user", "said"),
+    ("mode", "owner", "group", "user", "message"),
     [
         (0o440, 0, STRANGER, 0, f"lets group {STRANGER} read it, to which this process does not belong"),
         (0o640, US, OURS, US, f"lets a group read it, but it belongs to user {US}"),  # "users", as like as not
@@ -125,12 +125,12 @@ def test_a_group_of_ours_may_read_it(shared: Path, mode: int, groups: Sequence[i
     ],
 )
 def test_what_strangers_may_read_is_refused(
-    shared: Path, mode: int, owner: int, group: int, user: int, said: str
+    shared: Path, mode: int, owner: int, group: int, user: int, message: str
 ) -> None:
     name = write(shared, TEXT.encode(), mode)
     os.chown(name, owner, group)
     text = verdict(name, user, [OURS])
-    assert text.startswith(f"security.secret_file: {name}: mode {mode:04o} {said}, expected 0600, or 0440 of root")
+    assert text.startswith(f"security.secret_file: {name}: mode {mode:04o} {message}, expected 0600, or 0440 of root")
     assert "chmod 600" in text
 
 
@@ -140,7 +140,7 @@ NOBODY = 0xFFFFFFFF
 
 @as_root
 @pytest.mark.parametrize(
-    ("listed", "its_group", "said"),
+    ("listed", "its_group", "message"),
     [
         ([(ACL_USER, US)], 0, "accepted"),
         ([(ACL_USER, US), (ACL_USER, STRANGER)], 0, f"an access list that lets user {STRANGER} read it"),
@@ -150,7 +150,7 @@ NOBODY = 0xFFFFFFFF
     ],
 )
 def test_an_access_list_is_read_as_one(
-    shared: Path, listed: Sequence[tuple[int, int]], its_group: int, said: str
+    shared: Path, listed: Sequence[tuple[int, int]], its_group: int, message: str
 ) -> None:
     """systemd hands on a credential of root that its list lets the service's user read: the mode then shows 0440."""
     name = write(shared, TEXT.encode(), 0o400)
@@ -164,7 +164,7 @@ def test_an_access_list_is_read_as_one(
             raise
         pytest.skip("this file system has no access lists")
     assert Path(name).stat().st_mode & 0o777 == 0o440
-    assert said in verdict(name, US, [OURS])
+    assert message in verdict(name, US, [OURS])
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"x" * (MIN_BYTES - 1), b"x" * (MAX_BYTES + 1)])
@@ -214,8 +214,8 @@ def test_a_long_secret_is_what_hmac_makes_of_it() -> None:
     """Hashed once, not for every proof: the time of a proof tells nothing of the secret's length."""
     for size in (16, 63, 64, 65, 4096):
         key = os.urandom(size)
-        said = b"omnireduce handshake 2\0worker\0" + NONCES[0] + NONCES[1]
-        assert Secret(key).proof("worker", *NONCES) == hmac.digest(key, said, "sha256")
+        signed = b"omnireduce handshake 2\0worker\0" + NONCES[0] + NONCES[1]
+        assert Secret(key).proof("worker", *NONCES) == hmac.digest(key, signed, "sha256")
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:

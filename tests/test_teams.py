@@ -89,15 +89,15 @@ def test_every_team_has_as_many_secrets_whether_there_is_one_or_not(folder: Path
     assert {len(teams.of(name).secrets) for name in names} == {MOST_LINES}
 
 
-@pytest.mark.parametrize("said", [0, MOST_LINES - 1, None])
-def test_all_secrets_are_tried_whichever_it_is(monkeypatch: pytest.MonkeyPatch, said: int | None) -> None:
+@pytest.mark.parametrize("index", [0, MOST_LINES - 1, None])
+def test_all_secrets_are_tried_whichever_it_is(monkeypatch: pytest.MonkeyPatch, index: int | None) -> None:
     """The time tells nothing about it."""
     known = [Secret(f"secret number {number}".encode(), "x") for number in range(MOST_LINES)]
-    proof = bytes(32) if said is None else known[said].proof("worker", *NONCES)
+    proof = bytes(32) if index is None else known[index].proof("worker", *NONCES)
     tried, proves = [], Secret.proves
     monkeypatch.setattr(Secret, "proves", lambda *given: tried.append(given[0]) or proves(*given))
     result = Teams({"x": known}).of("x").proved(proof, *NONCES)
-    assert (result, len(tried)) == (None if said is None else known[said], MOST_LINES)
+    assert (result, len(tried)) == (None if index is None else known[index], MOST_LINES)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_what_cannot_be_used_is_refused(folder: Path, name: str, content: str, e
     """As a whole: nobody gets in by a folder that was read in part."""
     write(folder, "text", "the secret of text")
     write(folder, name, content)
-    said = refused(folder)
-    assert expected.replace("copy and team text", "") in said.replace("copy and team text", "").replace(
+    message = refused(folder)
+    assert expected.replace("copy and team text", "") in message.replace("copy and team text", "").replace(
         "text and team copy", ""
     )
 

@@ -61,8 +61,8 @@ def dependencies(pyproject: str) -> list[str]:
     """The names of all dependencies, extras included."""
     project = tomllib.loads(pyproject)["project"]
     extras = project.get("optional-dependencies", {}).values()
-    wanted = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
-    return [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
+    required = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    return [re.split(r"[^\w.-]", requirement)[0] for requirement in required]
 
 
 def undocumented(pyproject: str, page: str) -> list[str]:

@@ -49,10 +49,10 @@ class TlsClient:
         _call("SSL_CTX_free", self._context)
 
     def _said(self) -> bytes:
-        said, piece = b"", ctypes.create_string_buffer(PIECE)
+        data, piece = b"", ctypes.create_string_buffer(PIECE)
         while (count := ctypes.c_int(_call("BIO_read", self._outgoing, piece, PIECE)).value) > 0:
-            said += piece.raw[:count]
-        return said
+            data += piece.raw[:count]
+        return data
 
     def hear(self, data: bytes) -> bytes:
         """Take what came; return what is to be sent, during the handshake and for new keys that were asked for."""
@@ -79,9 +79,9 @@ class TlsClient:
 
     def key_updates(self, count: int, kind: int = KEY_UPDATE) -> bytes:
         """So many records that say: from now on with new keys."""
-        said = []
+        answers = []
         for _ in range(count):
             assert ctypes.c_int(_call("SSL_key_update", self._tls, kind)).value == 1
             assert ctypes.c_int(_call("SSL_do_handshake", self._tls)).value == 1
-            said.append(self._said())
-        return b"".join(said)
+            answers.append(self._said())
+        return b"".join(answers)

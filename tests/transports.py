@@ -30,34 +30,37 @@ def _has_rdma() -> bool:
 RDMA = _has_rdma()
 MEMORY = "memory"  # that the ranks share
 KINDS = [*(transport.name for transport in TABLE), *(["verbs"] if RDMA else [])]
-WAYS = [*KINDS, MEMORY]
+TRANSPORTS = [*KINDS, MEMORY]
 HOST_EXCHANGE = "transport.host_exchange"
 BY_SHARDS = f"{HOST_EXCHANGE}=off"  # all tensors, though the ranks could share memory
-# For `by_ways`: the first type goes by every way, and tools/test_rdma.sh takes it for RDMA.
+# For `by_transports`: the first type goes by every transport, and tools/test_rdma.sh takes it for RDMA.
 TYPES = sorted(ELEMENT_TYPES, key=lambda name: name != "float32")
 
 
-def by_ways(cases: Iterable[Any], ways: Sequence[str] = WAYS) -> list[tuple[Any, str]]:
-    """Cases and ways for tests whose cases differ in what ranks compute, not in how it travels. The first case goes by
-    every way, each other one in memory, if that is one of the ways, and by one of the transports in turn."""
+def by_transports(cases: Iterable[Any], transports: Sequence[str] = TRANSPORTS) -> list[tuple[Any, str]]:
+    """Cases and transports for tests whose cases differ in what ranks compute, not in how it travels.
+
+    The first case goes by every transport. Each other case goes in memory, if that is one of them, and by one of the
+    others in turn.
+    """
     first, *others = cases
-    kinds = [way for way in ways if way != MEMORY]
-    in_memory = [(case, MEMORY) for case in others if MEMORY in ways]
-    return [(first, way) for way in ways] + in_memory + list(zip(others, cycle(kinds), strict=False))
+    kinds = [transport for transport in transports if transport != MEMORY]
+    in_memory = [(case, MEMORY) for case in others if MEMORY in transports]
+    return [(first, transport) for transport in transports] + in_memory + list(zip(others, cycle(kinds), strict=False))
 
 
-def called(way: str) -> str:
+def called(transport: str) -> str:
     """Name of a transport, or of memory, in the statistics of a communicator."""
-    return "memory+shm" if way == MEMORY else way
+    return "memory+shm" if transport == MEMORY else transport
 
 
-def over(way: str) -> tuple[str, ...]:
-    """The settings that let a job's tensors go that way."""
-    return (f"{HOST_EXCHANGE}=auto",) if way == MEMORY else (f"transport.kind={way}", BY_SHARDS)
+def over(transport: str) -> tuple[str, ...]:
+    """Settings that let a job's tensors go by a transport."""
+    return (f"{HOST_EXCHANGE}=auto",) if transport == MEMORY else (f"transport.kind={transport}", BY_SHARDS)
 
 
 def meant_by(overrides: Sequence[str]) -> str:
-    """The way that settings name, or that all go "by shards"; empty where they name none. TLS goes over TCP."""
+    """The transport that settings name, "by shards" if they only exclude memory, or "". TLS goes over TCP."""
     named = dict(override.split("=", 1) for override in overrides if "=" in override)
     kind, exchange = named.get("transport.kind", "auto"), named.get(HOST_EXCHANGE)
     if exchange == "auto":
@@ -68,13 +71,13 @@ def meant_by(overrides: Sequence[str]) -> str:
 
 
 def missing(meant: str, carried: Counter[str]) -> bool:
-    """Whether something was carried, and nothing of it in the way that is meant."""
-    own = carried.total() - carried[MEMORY] if meant == "by shards" else carried[meant]
-    return bool(meant) and carried.total() > 0 and not own
+    """Whether tensors were carried, and none of them by the transport that is meant."""
+    by_meant = carried.total() - carried[MEMORY] if meant == "by shards" else carried[meant]
+    return bool(meant) and carried.total() > 0 and not by_meant
 
 
 def check_carried(comm: Communicator, overrides: Sequence[str]) -> None:
-    """For a rank in a process of its own: fail where something was carried, and nothing in the way that is meant."""
+    """Fail if a rank in a process of its own has carried tensors, and none by the transport that is meant."""
     carried = Counter(comm.statistics().carried)
     assert not missing(meant_by(overrides), carried), f"{dict(carried)} carried the tensors"
 

@@ -48,7 +48,7 @@ wait $! || could_not_run 'no guest can be started (the reason is above)'
 
 # Files that name the transports, or a fixture of tests/runtime/conftest.py that goes through them. To import the others
 # takes a minute, emulated.
-mapfile -t TESTS < <(grep -lE '\b(KINDS|WAYS|RDMA|by_ways)\b|\b(config|by_shards): Config\b' tests/{runtime,cluster}/test_*.py)
+mapfile -t TESTS < <(grep -lE '\b(KINDS|TRANSPORTS|RDMA|by_transports)\b|\b(config|by_shards): Config\b' tests/{runtime,cluster}/test_*.py)
 ((${#TESTS[@]})) || could_not_run 'no test file names the transports'
 TESTS=(tests/rdma tests/transport/test_conformance.py "${TESTS[@]}")
 # Of the suites that run over every transport, what is RDMA's: real queues only, and once what differs by types of

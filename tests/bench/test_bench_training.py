@@ -55,16 +55,16 @@ def test_without_gloo_there_is_no_verdict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "status", "said"),
+    ("options", "status", "message"),
     [
         (["--only", "nothing"], 2, "no training's name contains 'nothing'"),
         (["--links", "2gbit"], 2, "'2gbit' is not one of"),
         (["--turns", "0"], 2, "0 is not in the range"),
     ],
 )
-def test_wrong_input(options: list[str], status: int, said: str) -> None:
+def test_wrong_input(options: list[str], status: int, message: str) -> None:
     result = CliRunner().invoke(main, ["training", *options])
-    assert (result.exit_code, said in result.output) == (status, True), result.output
+    assert (result.exit_code, message in result.output) == (status, True), result.output
 
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="no torch here; `make torch` installs it")

@@ -216,10 +216,10 @@ def test_resuming_measures_again_what_lacks_a_competitor(tmp_path: Path, monkeyp
     """If the competitor is still missing, the exit status says that a target has no verdict."""
     without = outcome(measured(ONE, ours=1.0, mpich=2.0, gloo=1.5))
     Results(tmp_path).add(without)
-    asked: list[Case] = []
-    monkeypatch.setattr("benchmarks.__main__.sweep", lambda cases, peers: asked.extend(cases) or [without])
+    measured_cases: list[Case] = []
+    monkeypatch.setattr("benchmarks.__main__.sweep", lambda cases, peers: measured_cases.extend(cases) or [without])
     result = command(*RESUMED, tmp_path)
-    assert [case.name for case in asked] == [ONE.name]
+    assert [case.name for case in measured_cases] == [ONE.name]
     assert (result.exit_code, "targets without a verdict: " in result.output) == (1, True)
     assert f"{ONE.name} (without mpich, openmpi)" in result.output
     assert summary(tmp_path)[0]["met"] is None

@@ -41,16 +41,16 @@ def test_what_is_wrong_with_a_carrier() -> None:
     assert wrong_carrier("verbs", "memory") == "memory carried the tensors, and not verbs, as the benchmark says"
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp", MEMORY])
-def test_ranks_say_what_carried_each_round(daemon: Daemon, tmp_path: Path, way: str) -> None:
-    with service_group(2, str(tmp_path), daemon.addresses, *over(way), carrier=way) as group:
+@pytest.mark.parametrize("transport", ["shm", "tcp", MEMORY])
+def test_ranks_say_what_carried_each_round(daemon: Daemon, tmp_path: Path, transport: str) -> None:
+    with service_group(2, str(tmp_path), daemon.addresses, *over(transport), carrier=transport) as group:
         group.tell(do="case", **CASE)
         assert (group.carrier, sum(group.carried.values())) == ("nothing", 0)
         for number in range(2):
             group.tell(do="round", number=number, **ROUND)
-            assert list(+group.carried_last) == [way]
-            assert group.carried_last[way] >= 2 * 4096 * 4
-        assert group.carrier == way
+            assert list(+group.carried_last) == [transport]
+            assert group.carried_last[transport] >= 2 * 4096 * 4
+        assert group.carrier == transport
 
 
 @pytest.mark.parametrize(("says", "sets"), [("verbs", ()), ("tcp", ("transport.kind=tcp",)), ("memory", over("tcp"))])
@@ -109,8 +109,10 @@ def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, program: str,
         [*command, "-m", "benchmarks.harness.carriers", str(script), "a", "b"],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    said, errors = ([line.partition(":")[2] for line in text.splitlines()] for text in (result.stdout, result.stderr))
-    assert said == ["a b"] * int(ranks)
+    outputs, errors = (
+        [line.partition(":")[2] for line in text.splitlines()] for text in (result.stdout, result.stderr)
+    )
+    assert outputs == ["a b"] * int(ranks)
     assert SAID.findall("\n".join(errors)) == [expected] * int(ranks), result.stderr
 
 
@@ -125,9 +127,9 @@ def ways(folder: Path, **carriers: str) -> Group:
 def test_each_way_has_its_own_carrier(tmp_path: Path) -> None:
     """One of which nothing is said may go by whatever it likes."""
     with ways(tmp_path, tcp="tcp", shm="memory") as group:
-        for way in ("tcp", "other"):
-            group.tell(do="turn", way=way)
-            assert group.carrier_of(way) == way
+        for transport in ("tcp", "other"):
+            group.tell(do="turn", way=transport)
+            assert group.carrier_of(transport) == transport
         assert group.carrier == "other+tcp"
         with pytest.raises(PeerError, match="ways failed: shm carried the tensors, and not memory"):
             group.tell(do="turn", way="shm")

@@ -14,7 +14,7 @@ import pytest
 from cluster_checks import FAILURE_S, assert_serves
 from local_cluster import WAIT_S, Daemon, Ranks, configured, run_job, unique_job
 from raw_peer import DEFAULTS, RawPeer, await_pending
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
 from omnireduce.core.descriptor import Descriptor
@@ -31,7 +31,7 @@ def join(config: Config, rank: int, size: int, job: str) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("transport", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
     config = configured(daemon.addresses[:1], "cluster.join_timeout_s=0.3", *over(transport))
     job = unique_job()
@@ -43,7 +43,7 @@ def test_missing_ranks_are_named(daemon: Daemon, transport: str) -> None:
         assert "after cluster.join_timeout_s = 0.3; were all workers started, with the same world size" in text
 
 
-@pytest.mark.parametrize("transport", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_launch_ends_at_once_when_one_of_its_ranks_is_refused(daemon: Daemon, transport: str) -> None:
     """The time to join is 60 s, which no test has."""
     job = unique_job()
@@ -59,10 +59,10 @@ def test_a_worker_says_for_whom_it_waits(
 ) -> None:
     monkeypatch.setattr(reminders, "FIRST_S", 0.05)
     join(configured(daemon.addresses[:1], "cluster.join_timeout_s=0.6"), 0, 2, "alone")
-    said = [record.getMessage() for record in caplog.records if record.name == "omnireduce"]
-    assert len(said) >= 2
+    messages = [record.getMessage() for record in caplog.records if record.name == "omnireduce"]
+    assert len(messages) >= 2
     text = f"waiting for rank 1 of job 'alone' at aggregator {daemon.addresses[0]}"
-    assert set(said) <= {f"{text} since {seconds} s" for seconds in (0, 1)}
+    assert set(messages) <= {f"{text} since {seconds} s" for seconds in (0, 1)}
 
 
 def test_many_missing_ranks_are_not_all_listed(daemon: Daemon) -> None:
@@ -150,10 +150,10 @@ def test_a_rank_that_waits_in_vain_learns_who_was_refused(daemon: Daemon) -> Non
         first.hello(job, 0, 2, shards=3)
         await_pending(first, [1])
         assert "world_size 3 differs from 2" in join(configured(daemon.addresses), 1, 3, job)
-        said = first.control()
-        assert isinstance(said, Pending)
-        assert said.note.startswith("rank 1 (host ")
-        assert "was refused: world_size 3 differs from 2 of rank 0 (host test, pid 1)" in said.note
+        answer = first.control()
+        assert isinstance(answer, Pending)
+        assert answer.note.startswith("rank 1 (host ")
+        assert "was refused: world_size 3 differs from 2 of rank 0 (host test, pid 1)" in answer.note
 
 
 @pytest.mark.parametrize(
@@ -315,12 +315,12 @@ def test_a_rank_that_fails_while_another_still_joins(daemon: Daemon) -> None:
         ranks = Ranks(1, lambda rank: Communicator(config, rank=0, size=2, job=job))
         while not isinstance(peer.control(), Welcome):
             pass
-        asked = time.monotonic()
+        began = time.monotonic()
         peer.close()
         [error] = ranks.outcomes()
         assert isinstance(error, AbortedError)
         assert error.culprit == "rank 1 (host test, pid 1)"
-        assert time.monotonic() - asked < FAILURE_S
+        assert time.monotonic() - began < FAILURE_S
 
 
 def test_a_rank_that_begins_while_another_still_joins(daemon: Daemon) -> None:
@@ -360,13 +360,13 @@ def test_a_rank_is_there_while_another_aggregator_is_not_up_yet(daemon: Daemon) 
 @pytest.mark.parametrize("known_after", [3, 10**9], ids=["soon", "never"])
 def test_a_name_that_nobody_knows_yet(daemon: Daemon, monkeypatch: pytest.MonkeyPatch, known_after: int) -> None:
     """As where an aggregator's host gets its name after the workers have started."""
-    look_up, asked = socket.getaddrinfo, list[str]()
+    look_up, hosts = socket.getaddrinfo, list[str]()
 
     def late(host: str, *rest: Any, **options: Any) -> Any:
         if host != "soon.invalid":
             return look_up(host, *rest, **options)
-        asked.append(host)
-        if len(asked) <= known_after:
+        hosts.append(host)
+        if len(hosts) <= known_after:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return look_up("127.0.0.1", *rest, **options)
 
@@ -375,11 +375,11 @@ def test_a_name_that_nobody_knows_yet(daemon: Daemon, monkeypatch: pytest.Monkey
     config = configured([address], "transport.kind=tcp", f"cluster.join_timeout_s={20 if known_after == 3 else 0.5}")
     if known_after == 3:
         assert run_job(config, 1, lambda comm: comm.allreduce(np.ones(2)).tolist()) == [[1.0, 1.0]]
-        assert len(asked) == 4
+        assert len(hosts) == 4
     else:
         with pytest.raises(TransportError, match=f"cannot reach aggregator {address} by tcp: Name or service not kn"):
             Communicator(config, rank=0, size=1)
-        assert len(asked) > 1
+        assert len(hosts) > 1
 
 
 def test_jobs_of_many_sizes_gather_at_once(daemon: Daemon) -> None:

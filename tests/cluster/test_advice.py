@@ -16,7 +16,7 @@ from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstr
 from omnireduce.support.config import load_config
 
 
-def given(*settings: str) -> list[tuple[str, str]]:
+def advice_for(*settings: str) -> list[tuple[str, str]]:
     config = load_config(overrides=settings, environ={})
     return list(advice(config, make_access(config)))
 
@@ -25,22 +25,22 @@ def test_a_folder_without_teams_lets_nobody_in(tmp_path: Path) -> None:
     folder = tmp_path / "teams"
     folder.mkdir(0o700)
     text = f"security.teams_folder: {folder} has no team, and there is no other secret: nobody can join"
-    assert given(f"security.teams_folder={folder}") == [("nobody_may_join", text)]
+    assert advice_for(f"security.teams_folder={folder}") == [("nobody_may_join", text)]
     secret = tmp_path / "secret"
     secret.touch(0o600)
     secret.write_text("the operator's own secret")
-    assert given(f"security.teams_folder={folder}", f"security.secret_file={secret}") == []
+    assert advice_for(f"security.teams_folder={folder}", f"security.secret_file={secret}") == []
     secret.rename(folder / "vision")
-    assert given(f"security.teams_folder={folder}") == []
+    assert advice_for(f"security.teams_folder={folder}") == []
 
 
 def test_what_has_no_effect_is_said() -> None:
     text = "metrics.token_file has no effect: metrics.listen is not set, so there are no pages"
-    assert given("metrics.token_file=token") == [("no_effect", text)]
-    assert given("metrics.token_file=token", "metrics.listen=127.0.0.1:9464") == []
+    assert advice_for("metrics.token_file=token") == [("no_effect", text)]
+    assert advice_for("metrics.token_file=token", "metrics.listen=127.0.0.1:9464") == []
     text = "security.team has no effect on an aggregator, which admits more than team vision"
-    assert given("security.team=vision") == [("no_effect", text)]
-    assert given() == []
+    assert advice_for("security.team=vision") == [("no_effect", text)]
+    assert advice_for() == []
 
 
 @pytest.mark.parametrize(

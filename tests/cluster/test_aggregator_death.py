@@ -12,7 +12,7 @@ import pytest
 from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round
 from free_ports import free_address
 from local_cluster import WAIT_S, Daemon, configured, eventually, gone_within, run_job, start_job, workers
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
 
@@ -34,7 +34,7 @@ def names_of(daemon: Daemon) -> list[str]:
     return [f"aggregator {address}" for address in daemon.addresses]
 
 
-@pytest.mark.parametrize("transport", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_kill_of_a_shard_in_mid_collective(mortal: Daemon, transport: str) -> None:
     before = mortal.shard_pids
     culprit = f"aggregator {mortal.addresses[1]}"
@@ -44,9 +44,9 @@ def test_kill_of_a_shard_in_mid_collective(mortal: Daemon, transport: str) -> No
             expect_round(worker, "started", 1)
         killed = kill_second_shard(mortal)
         assert_aborted([first, second], killed, DEATH_S, culprit)
-        asked = time.monotonic()
+        began = time.monotonic()
         late.go_on()
-        assert_aborted([late], asked, FAILURE_S, culprit)
+        assert_aborted([late], began, FAILURE_S, culprit)
     assert_serves(mortal, *over(transport))
     assert mortal.shard_pids[0] == before[0]
     assert mortal.shard_pids[1] != before[1]
@@ -78,13 +78,13 @@ def test_kill_of_the_supervisor() -> None:
             stuck[1].expect("held")
             idle[0].expect("held")
             killed = daemon.signal(signal.SIGKILL)
-            asked = time.monotonic()
+            began = time.monotonic()
             idle[0].go_on()
-            errors = assert_aborted(idle, asked, FAILURE_S, *names_of(daemon))
+            errors = assert_aborted(idle, began, FAILURE_S, *names_of(daemon))
             errors += assert_aborted(stuck[:1], killed, FAILURE_S, *names_of(daemon))
-            asked = time.monotonic()
+            began = time.monotonic()
             stuck[1].go_on()
-            errors += assert_aborted(stuck[1:], asked, FAILURE_S, *names_of(daemon))
+            errors += assert_aborted(stuck[1:], began, FAILURE_S, *names_of(daemon))
             assert all("shutting down" in error["text"] for error in errors)
         assert all(gone_within(pid, FAILURE_S) for pid in shards)
 

@@ -44,9 +44,9 @@ def rewriting(slot: Array, proper: bytes) -> Iterator[None]:
     places = [1, 2, 3, 4, START // 8, START // 8 + 1, *([START // 8 + 2] if len(proper) == len(PROPER) else [])]
 
     def write() -> None:
-        for place, value in itertools.cycle(itertools.product(places, values)):
-            words[place] = value
-            words[place] = true[place]
+        for position, value in itertools.cycle(itertools.product(places, values)):
+            words[position] = value
+            words[position] = true[position]
             if stop.is_set():
                 return
 
@@ -139,7 +139,7 @@ def mislead(sock: socket.socket, result: bytes, ranks: Ranks) -> None:
         sock.setblocking(False)
         link.flush()
         sock.settimeout(WAIT_S)
-        while (said := sock.recv(65536)) and b"Leave" not in said:  # it is done with the result, or gives up
+        while (data := sock.recv(65536)) and b"Leave" not in data:  # it is done with the result, or gives up
             pass
     link.close()
     [outcome] = ranks.outcomes()

@@ -86,9 +86,9 @@ def test_nobody_is_refused_while_kernels_compile(
         assert eventually(lambda: impatient.log.count(f"job={job} ") == 2), impatient.log
 
     ranks = compiled(compiler, configured(impatient.addresses, *LIMIT), job, both_shards_know)
-    said = "(the kernels of rank 1 compile) since 4 s"  # four times as long as the limit
+    expected = "(the kernels of rank 1 compile) since 4 s"  # four times as long as the limit
     try:
-        assert eventually(lambda: said in caplog.text, READY_S), caplog.text
+        assert eventually(lambda: expected in caplog.text, READY_S), caplog.text
     finally:
         compiler.is_done.set()
     assert ranks.results(READY_S) == [2.0, 2.0]
@@ -193,10 +193,10 @@ def test_a_rank_that_refuses_compiles_nothing_before_it_says_so(compiler: Compil
                 comm.allreduce(np.ones(3, np.complex64))
             comm.allreduce(np.ones(3, np.float32))
 
-    told, refused = Ranks(2, run).outcomes(WAIT_S)
+    error, refused = Ranks(2, run).outcomes(WAIT_S)
     assert isinstance(refused, UsageError)
-    assert isinstance(told, OmniReduceError)
-    assert "complex64" in str(told)
+    assert isinstance(error, OmniReduceError)
+    assert "complex64" in str(error)
 
 
 def test_a_rank_that_says_no_more_that_it_compiles_is_late(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from omnireduce.support.addresses import Address, why_cannot_listen
 from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import listen_tcp
 
-either = pytest.mark.parametrize("way", ["shm", MEMORY])
+either = pytest.mark.parametrize("transport", ["shm", MEMORY])
 
 
 def abstract_sockets(daemon: Daemon) -> list[str]:
@@ -214,10 +214,10 @@ def test_other_ways_to_name_the_address(listen: str) -> None:
         host, _, port = address.rpartition(":")
         assert host == listen.rpartition(":")[0]
         reachable = {"0.0.0.0": "127.0.0.1"}.get(host, host)
-        for way in ("shm", "tcp", MEMORY):
-            config = configured([f"{reachable}:{port}"], *over(way))
+        for transport in ("shm", "tcp", MEMORY):
+            config = configured([f"{reachable}:{port}"], *over(transport))
             results = run_job(config, 2, lambda comm: (comm.transport, float(comm.allreduce(np.ones(9))[0])))
-            assert results == [(called(way), 2.0)] * 2
+            assert results == [(called(transport), 2.0)] * 2
 
 
 def test_a_daemon_of_one_transport_only() -> None:
@@ -296,10 +296,10 @@ def catches(pid: int, number: int) -> bool:
 
 
 @either
-def test_sigterm_lets_a_running_collective_finish(way: str) -> None:
+def test_sigterm_lets_a_running_collective_finish(transport: str) -> None:
     """Rank 1 comes late, after the signal; then the job is over, and only then the daemon."""
     with Daemon(2, "aggregator.finish_s=30") as daemon:
-        with workers(daemon, 2, "--hold", "1", "1", overrides=over(way)) as (first, late):
+        with workers(daemon, 2, "--hold", "1", "1", overrides=over(transport)) as (first, late):
             expect_round(first, "started", 1)
             late.expect("held")
             daemon.signal(signal.SIGTERM)
@@ -314,10 +314,10 @@ def test_sigterm_lets_a_running_collective_finish(way: str) -> None:
 
 
 @either
-def test_sigterm_waits_no_longer_than_finish_s(way: str) -> None:
+def test_sigterm_waits_no_longer_than_finish_s(transport: str) -> None:
     with (
         Daemon(2, "aggregator.finish_s=0.5") as daemon,
-        workers(daemon, 2, "--hold", "1", "1", overrides=over(way)) as (first, late),
+        workers(daemon, 2, "--hold", "1", "1", overrides=over(transport)) as (first, late),
     ):
         expect_round(first, "started", 1)
         late.expect("held")
@@ -330,11 +330,11 @@ def test_sigterm_waits_no_longer_than_finish_s(way: str) -> None:
 
 
 @either
-def test_sigterm_with_a_stopped_worker(way: str) -> None:
+def test_sigterm_with_a_stopped_worker(transport: str) -> None:
     """Not even its goodbye is waited for."""
     with (
         Daemon(1, "aggregator.finish_s=0.5") as daemon,
-        workers(daemon, 2, "--elements", "8000000", overrides=over(way)) as ranks,
+        workers(daemon, 2, "--elements", "8000000", overrides=over(transport)) as ranks,
     ):
         expect_round(ranks[0], "round", 1)
         ranks[1].signal(signal.SIGSTOP)

@@ -39,9 +39,9 @@ NOT_YOURS = "only the operator may "
 def tell(daemon: Daemon, action: Action, *settings: str, shard: int = 0, **details: str) -> int | str:
     """Ask one shard for something: how many jobs that concerned, or the refusal."""
     config = configured(daemon.addresses, *settings)
-    wanted = AdminRequest(PROTOCOL_VERSION, action, **details)
+    admin_request = AdminRequest(PROTOCOL_VERSION, action, **details)
     try:
-        return request(daemon.addresses[shard], config, WAIT_S, wanted, load_secret(config.security))
+        return request(daemon.addresses[shard], config, WAIT_S, admin_request, load_secret(config.security))
     except RefusedError as error:
         return str(error)
 
@@ -74,8 +74,8 @@ def test_a_daemon_drains_as_one_and_ends_with_its_last_job(unsafe: Daemon) -> No
             assert eventually(lambda: is_draining(unsafe) == [True, True])
             assert refusal(unsafe).endswith(DRAINING)
             assert eventually(lambda: "waiting for job 'test-" in command.log)
-            said = "".join(f"{address}: draining, takes no new jobs\n" for address in unsafe.addresses)
-            assert get(f"{base(unsafe)}/readyz") == (503, said)
+            expected = "".join(f"{address}: draining, takes no new jobs\n" for address in unsafe.addresses)
+            assert get(f"{base(unsafe)}/readyz") == (503, expected)
             assert scrape(unsafe)["omnireduce_shard_draining"] == {(address,): 1.0 for address in unsafe.addresses}
             assert get(f"{base(unsafe)}/healthz")[0] == 200
             waiting.hello("new", 0, 2)
@@ -197,10 +197,10 @@ def test_systemd_is_told_how_long_that_takes(tmp_path: Path) -> None:
         environ = {"NOTIFY_SOCKET": str(tmp_path / "notify")}
         with Daemon(1, "aggregator.drain_s=3000", environ=environ) as daemon, workers(daemon, 1):
             daemon.signal(signal.SIGTERM)
-            said: list[str] = []
-            while not (said and "draining: 1 jobs" in said[-1]):
-                said.append(systemd.recv(4096).decode())
-            assert f"EXTEND_TIMEOUT_USEC={(3000 + 10 + 10) * 10**6}" in said
+            messages: list[str] = []
+            while not (messages and "draining: 1 jobs" in messages[-1]):
+                messages.append(systemd.recv(4096).decode())
+            assert f"EXTEND_TIMEOUT_USEC={(3000 + 10 + 10) * 10**6}" in messages
             daemon.signal(signal.SIGTERM)
 
 
@@ -216,10 +216,10 @@ def end_of(comm: Communicator) -> str:
         return str(error)
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp"])
-def test_an_ended_job_says_so_on_each_rank(daemon: Daemon, way: str) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_ended_job_says_so_on_each_rank(daemon: Daemon, transport: str) -> None:
     job = unique_job("victim")
-    with workers(daemon, 2) as (other, _), workers(daemon, 2, job=job, overrides=over(way)) as ranks:
+    with workers(daemon, 2) as (other, _), workers(daemon, 2, job=job, overrides=over(transport)) as ranks:
         expect_round(ranks[0], "round", 1)
         with program("end-job", daemon, "--why", "the rack is moved", job) as command:
             assert command.wait() == 0

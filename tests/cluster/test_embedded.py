@@ -197,15 +197,15 @@ def test_a_process_that_rank_0_has_forked_keeps_nothing_alive() -> None:
 
 def test_a_process_that_is_forked_while_ranks_meet_keeps_no_place() -> None:
     job = unique_job()
-    place = socket_name("", job).replace("\0", "@")
+    address = socket_name("", job).replace("\0", "@")
     with Process(sys.executable, "-c", FORKS_EARLY, job) as zero:
-        assert eventually(lambda: place in names_in_use(), READY_S)
+        assert eventually(lambda: address in names_in_use(), READY_S)
         assert zero.popen.stdin is not None
         zero.popen.stdin.write(b"\n")
         zero.popen.stdin.flush()
         child = int(zero.line(READY_S))
         zero.signal(signal.SIGKILL)
-        assert eventually(lambda: place not in names_in_use())
+        assert eventually(lambda: address not in names_in_use())
         assert not gone_within(child, 0.0)
 
 
@@ -245,8 +245,8 @@ def test_rank_0_may_leave_first() -> None:
         return str(found.value)
 
     zero = Ranks(1, run)
-    [said] = Ranks(1, lambda _: run(1)).results(READY_S)
-    assert re.match(r"rank 0 \(.*\): had shut down when collective \d+ \(barrier\) began", said)
+    [error] = Ranks(1, lambda _: run(1)).results(READY_S)
+    assert re.match(r"rank 0 \(.*\): had shut down when collective \d+ \(barrier\) began", error)
 
 
 def test_a_worker_alone() -> None:
@@ -290,15 +290,15 @@ def test_a_users_own_module_is_not_taken_for_ours(tmp_path: Path) -> None:
 
 def test_nobody_listens_once_all_have_met() -> None:
     job = unique_job()
-    place = socket_name("", job).replace("\0", "@")
+    address = socket_name("", job).replace("\0", "@")
     alone = Ranks(1, lambda _: Communicator(plain(), rank=0, size=2, job=job))
 
     def late(_: int) -> Communicator:
-        assert eventually(lambda: place in names_in_use())
+        assert eventually(lambda: address in names_in_use())
         return Communicator(plain(), rank=1, size=2, job=job)
 
     comms = [Ranks(1, late).results(READY_S)[0], alone.results(READY_S)[0]]
-    assert place not in names_in_use()
+    assert address not in names_in_use()
     for comm in comms:
         comm.shutdown()
 
@@ -336,8 +336,8 @@ def test_a_launcher_around_several_launches(rank: int, size: int, monkeypatch: p
 
 def test_a_launcher_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a program hands on rank and size itself."""
-    said = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
-    for name, value in said.items():
+    environ = {"RANK": "1", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
+    for name, value in environ.items():
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     for who in ({}, {"rank": 1, "size": 4}):
         with pytest.raises(ConfigError, match="only 2 of the 4 workers are on this host"):
@@ -385,11 +385,11 @@ def test_another_users_process_is_not_believed() -> None:
         def take(_: int) -> bool:
             if not set_user(NOBODY):
                 return False
-            impostor.bind(place)
+            impostor.bind(address)
             impostor.listen()
             return True
 
-        place = socket_name("", job)
+        address = socket_name("", job)
         if Ranks(1, take).results() != [True]:
             pytest.skip("only root can be other users")
         with pytest.raises(TransportError, match=r"process \d+ of user 65534, which is another user, is where the"):

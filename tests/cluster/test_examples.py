@@ -50,15 +50,15 @@ def test_embedding_rows(daemon: Daemon) -> None:
     assert all("for a matrix of 2.56 GB" in line for line in lines)
 
 
-def check_recommended(said: Sequence[str], sent_kb: int) -> None:
+def check_recommended(outs: Sequence[str], sent_kb: int) -> None:
     """The numbers of the tutorial. A rank also sends a report once a second, which counts."""
-    assert said[1] == ""
+    assert outs[1] == ""
     match = re.fullmatch(
         r"mean squared error 0.533, without a model 1.962\n"
         r"2 ranks; each sent (\d+) kB in a step, for tables of 7040 kB\n",
-        said[0],
+        outs[0],
     )
-    assert match is not None, said[0]
+    assert match is not None, outs[0]
     assert abs(int(match[1]) - sent_kb) <= 2
 
 
@@ -69,9 +69,9 @@ def test_recommender(daemon: Daemon) -> None:
 
 def test_recommender_on_two_hosts(tmp_path: Path) -> None:
     """Each rank is on a host of its own, as in the tutorial, and one of them is that of the aggregator."""
-    with separate_hosts(2, tmp_path) as (here, there):
-        listen = f"{here.address}:0"
-        with Daemon(1, "security.allow_no_secret=true", listen=listen, prefix=here.prefix) as daemon:
+    with separate_hosts(2, tmp_path) as (first, second):
+        listen = f"{first.address}:0"
+        with Daemon(1, "security.allow_no_secret=true", listen=listen, prefix=first.prefix) as daemon:
             environ = os.environ | {
                 "OMNIREDUCE_CLUSTER_AGGREGATORS": daemon.addresses[0],
                 "OMNIREDUCE_CLUSTER_JOB": "tutorial",
@@ -83,25 +83,25 @@ def test_recommender_on_two_hosts(tmp_path: Path) -> None:
                 subprocess.Popen(
                     [*host.prefix, *command], env=environ | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True
                 )
-                for rank, host in enumerate((here, there))
+                for rank, host in enumerate((first, second))
             ]
             try:
-                said = [process.communicate(timeout=4 * WAIT_S)[0] for process in ranks]
+                outs = [process.communicate(timeout=4 * WAIT_S)[0] for process in ranks]
             finally:
                 for process in ranks:
                     process.kill()
-    check_recommended(said, 236)
+    check_recommended(outs, 236)
 
 
 def test_sharded_optimizer(daemon: Daemon) -> None:
     """A batch looks up few rows. Of a row four weights are kept, and one number; such small tables lie on one shard."""
     small = ["--users", "300", "--items", "200", "--width", "4", "--steps", "400", "--batch", "64"]
-    said, nothing = outputs(daemon, "sharded_optimizer.py", arguments=small)
+    output, nothing = outputs(daemon, "sharded_optimizer.py", arguments=small)
     form = (
         r"2 ranks: mean squared error ([\d.]+) at first, ([\d.]+) after 400 steps; "
         r"a rank sent (\d+) rows in the last one, of 500; a shard keeps (\d+) bytes\n"
     )
-    first, last, rows, kept = map(float, re.fullmatch(form, said).groups())  # type: ignore[union-attr]
+    first, last, rows, kept = map(float, re.fullmatch(form, output).groups())  # type: ignore[union-attr]
     assert nothing == ""
     assert last < first / 2
     assert rows < 128
@@ -168,12 +168,12 @@ def test_the_synthetic_benchmark_prints_the_lines_that_users_know(more: list[str
     first, second = run_ranks([str(ROOT / "examples/torch_synthetic_benchmark.py"), *small], 2, preloaded=TORCH)
     assert (first.status, second.status) == (0, 0), first.err + second.err
     assert second.out == ""
-    said = first.out.splitlines()
-    assert said[:4] == ["Batch size: 2", "Number of CPUs: 2", "Running warmup...", "Running benchmark..."]
+    lines = first.out.splitlines()
+    assert lines[:4] == ["Batch size: 2", "Number of CPUs: 2", "Running warmup...", "Running benchmark..."]
     number = r"[\d.]+"
-    assert [bool(re.fullmatch(f"Iter #{i}: {number} img/sec per CPU", said[4 + i])) for i in range(2)] == [True] * 2
-    assert re.fullmatch(rf"Img/sec per CPU: {number} \+-{number}", said[6])
-    assert re.fullmatch(rf"Total img/sec on 2 CPU\(s\): {number} \+-{number}", said[7])
+    assert [bool(re.fullmatch(f"Iter #{i}: {number} img/sec per CPU", lines[4 + i])) for i in range(2)] == [True] * 2
+    assert re.fullmatch(rf"Img/sec per CPU: {number} \+-{number}", lines[6])
+    assert re.fullmatch(rf"Total img/sec on 2 CPU\(s\): {number} \+-{number}", lines[7])
 
 
 def test_scaling_makes_a_table(tmp_path: Path) -> None:
@@ -189,25 +189,25 @@ def test_scaling_makes_a_table(tmp_path: Path) -> None:
         ["1", "2.00", "1.00", "100%"],
         ["2", "1.00", "2.00", "100%"],
     ]
-    for wrong, said in ((["--np", "one", "x"], "--np one: expected numbers"), (["--np", "1"], "expected a program")):
+    for wrong, message in ((["--np", "one", "x"], "--np one: expected numbers"), (["--np", "1"], "expected a program")):
         result = subprocess.run([*command[:2], *wrong], capture_output=True, text=True, timeout=WAIT_S, check=False)
         assert result.returncode == 2
-        assert said in result.stderr
+        assert message in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("script", "small", "said"),
+    ("script", "small", "expected"),
     [
         ("torch_ddp.py", ["--steps", "60", "--width", "64"], "of digits read right"),
         ("torch_embedding.py", ["--steps", "3", "--rows", "2000", "--files", "20"], "loss "),
         ("torch_embedding.py", ["--steps", "3", "--rows", "2000", "--files", "20", "--dense"], "loss "),
     ],
 )
-def test_pytorch(script: str, small: list[str], said: str) -> None:
+def test_pytorch(script: str, small: list[str], expected: str) -> None:
     """They need no aggregator. What is said of speed differs."""
     for package in ("torch", "sklearn"):
         if find_spec(package) is None:
             pytest.skip(f"no {package} here; `make torch` installs it")
     ranks = run_ranks([str(ROOT / "examples" / script), *small], 2, preloaded=TORCH)
     assert [rank.status for rank in ranks] == [0, 0], ranks[0].err + ranks[1].err
-    assert re.match(rf"omnireduce\b.*, 2 ranks: [\d.]+ steps/s; .*{said}", ranks[0].out), ranks[0].out
+    assert re.match(rf"omnireduce\b.*, 2 ranks: [\d.]+ steps/s; .*{expected}", ranks[0].out), ranks[0].out

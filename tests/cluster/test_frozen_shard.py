@@ -79,16 +79,16 @@ def test_a_worker_that_gave_up_asks_again_before_the_shard_has_read_that(transpo
         config, job = configured(daemon.addresses, *over(transport)), unique_job()
         hellos = [hello_of(config, job, "", rank, 2) for rank in range(2)]
 
-        said = threading.Event()  # rank 0 has said its second hello
+        second_hello = threading.Event()  # rank 0 has said its second hello
 
         def go_on(rank: int) -> bool:
             if rank == 0:
                 os.kill(daemon.shard_pids[0], signal.SIGCONT)
-                said.set()
+                second_hello.set()
             return False
 
         def come(rank: int) -> JoinedWorker:
-            assert rank == 0 or said.wait(FAILURE_S)  # else the first hello of rank 0 would do for a job
+            assert rank == 0 or second_hello.wait(FAILURE_S)  # else the first hello of rank 0 would do for a job
             return join(config, hellos[rank], None, lambda: go_on(rank))
 
         with stopped(daemon.shard_pids[0]):

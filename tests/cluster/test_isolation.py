@@ -24,10 +24,10 @@ def shared_files(pid: int) -> set[int]:
     return mapped | {path.st_ino for path in files}
 
 
-@pytest.mark.parametrize(("way", "regions"), [("shm", 0), (MEMORY, 2)])
-def test_no_memory_is_shared_between_jobs(daemon: Daemon, way: str, regions: int) -> None:
+@pytest.mark.parametrize(("transport", "regions"), [("shm", 0), (MEMORY, 2)])
+def test_no_memory_is_shared_between_jobs(daemon: Daemon, transport: str, regions: int) -> None:
     """The ranks of a job share, on each shard, the memory of that job alone, and among themselves a region each."""
-    with workers(daemon, 2, overrides=over(way)) as one, workers(daemon, 2, overrides=over(way)) as two:
+    with workers(daemon, 2, overrides=over(transport)) as one, workers(daemon, 2, overrides=over(transport)) as two:
         for worker in (*one, *two):
             expect_round(worker, "round", 1)
         first, second, third, fourth = (shared_files(worker.pid) for worker in (*one, *two))

@@ -36,10 +36,10 @@ def test_ranks_of_two_launches_in_every_order(daemon: Daemon, order: tuple[str, 
         with Communicator(config[launch], rank=rank, size=2, job=job) as comm:
             return float(comm.allreduce(np.full(1, 1.0 if launch == "a" else 10.0))[0])
 
-    for place, launch in enumerate(order):
-        rank = order[:place].count(launch)
+    for position, launch in enumerate(order):
+        rank = order[:position].count(launch)
         ranks.append(Ranks(1, lambda _, launch=launch, rank=rank: run(launch, rank)))
-        waiting = sum(order[: place + 1].count(each) == 1 for each in "ab")
+        waiting = sum(order[: position + 1].count(each) == 1 for each in "ab")
         assert eventually(
             lambda waiting=waiting: (
                 sum(

@@ -30,7 +30,7 @@ from local_cluster import (
     start_job,
     workers,
 )
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import AbortedError, Communicator
 
@@ -80,7 +80,7 @@ def test_many_jobs_at_once(daemon: Daemon) -> None:
     """Twelve threads of jobs on the same shards, by all ways, some failing all the while."""
 
     def one_after_another(thread: int) -> None:
-        config = configured(daemon.addresses, *over(WAYS[thread % len(WAYS)]))
+        config = configured(daemon.addresses, *over(TRANSPORTS[thread % len(TRANSPORTS)]))
         for i in range(4):
             value = zlib.crc32(b"%d %d" % (thread, i)) % 1000
 
@@ -136,7 +136,7 @@ def test_worker_processes_of_several_jobs_at_once(daemon: Daemon) -> None:
     """Real processes, jobs of two, interleaved; one goes each way."""
     quick = ("--rounds", "20", "--elements", "300000")
     with ExitStack() as stack:
-        jobs = [stack.enter_context(workers(daemon, 2, *quick, overrides=over(way))) for way in WAYS]
+        jobs = [stack.enter_context(workers(daemon, 2, *quick, overrides=over(transport))) for transport in TRANSPORTS]
         for worker in itertools.chain.from_iterable(jobs):
             worker.expect("left")
             assert worker.wait() == 0

@@ -115,12 +115,14 @@ def test_teams_have_jobs_of_their_own_and_see_no_others(keys: Keys) -> None:
         [line, *_] = [line for line in daemon.log.splitlines() if "event=refused" in line]
         assert " team=vision " in line
         assert " peer=" in line
-        here = "1 jobs of team 'speech' are here already, and max_jobs is 1 in speech.toml on the aggregator: raise it"
-        assert here in joins(daemon, speech, "speech.more")
+        expected = (
+            "1 jobs of team 'speech' are here already, and max_jobs is 1 in speech.toml on the aggregator: raise it"
+        )
+        assert expected in joins(daemon, speech, "speech.more")
         assert joins(daemon, vision) == joins(daemon, operator, unique_job()) == ""  # by a name of its own making
-        for said in (joins(daemon, keys.worker("vision", SPEECH)), joins(daemon, keys.worker("none", SPEECH))):
-            assert "the client has another secret than the aggregator of team " in said
-            assert ", or there is no such team: give both the same security.secret_file" in said
+        for reason in (joins(daemon, keys.worker("vision", SPEECH)), joins(daemon, keys.worker("none", SPEECH))):
+            assert "the client has another secret than the aggregator of team " in reason
+            assert ", or there is no such team: give both the same security.secret_file" in reason
         assert all(each not in daemon.log for each in (VISION, SPEECH, GENERAL))
 
 
@@ -234,23 +236,23 @@ def test_the_key_of_tickets_is_of_one_daemon_and_outlives_a_reload(keys: Keys) -
 
 def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:
     """It is blocked from its birth, so it neither ends the child nor is lost."""
-    heard, said = os.pipe()
+    read_end, write_end = os.pipe()
 
     def run(line: ChannelEnd) -> None:
         os.kill(os.getpid(), signal.SIGHUP)
-        reload_on_hangup(lambda: bool(os.write(said, b"!")))
+        reload_on_hangup(lambda: bool(os.write(write_end, b"!")))
         select.select([line], [], [])
 
     family = Family()
     family.start("shard", "a:1", run, Deaths())
-    os.close(said)
-    assert os.read(heard, 1) == b"!"
+    os.close(write_end)
+    assert os.read(read_end, 1) == b"!"
     family.hang_up()
-    assert os.read(heard, 1) == b"!"
+    assert os.read(read_end, 1) == b"!"
     assert family.stop(family.members, WAIT_S) == []
     assert family.members[0].process.exitcode == 0
-    assert os.read(heard, 1) == b""
-    os.close(heard)
+    assert os.read(read_end, 1) == b""
+    os.close(read_end)
 
 
 @pytest.fixture

@@ -149,9 +149,9 @@ def test_a_stopped_shard_is_not_ready_and_the_others_still_report(watched: Daemo
     pid = shard_pid(watched, 1)
     os.kill(pid, signal.SIGSTOP)
     try:
-        asked = time.monotonic()
+        began = time.monotonic()
         status, text = get(f"{base(watched)}/readyz")
-        assert time.monotonic() - asked < 1.0 + FAILURE_S
+        assert time.monotonic() - began < 1.0 + FAILURE_S
         assert status == 503
         assert text.startswith(f"{watched.addresses[1]}: aggregator {watched.addresses[1]} takes the connection, but ")
         assert text.count("\n") == 1
@@ -204,9 +204,9 @@ def test_silent_clients_keep_nobody_waiting(watched: Daemon) -> None:
 
 def test_noise_does_no_harm(watched: Daemon) -> None:
     address = parse_address(base(watched).removeprefix("http://"))
-    for said in (b"\x00" * 70_000, b"GET", b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 1000, b"\r\n\r\n"):
+    for noise in (b"\x00" * 70_000, b"GET", b"GET /metrics HTTP/1.1\r\n" + b"A: b\r\n" * 1000, b"\r\n\r\n"):
         with socket.create_connection(address) as client, contextlib.suppress(OSError):
-            client.sendall(said)
+            client.sendall(noise)
     assert get(f"{base(watched)}/readyz") == (200, "ready\n")
     assert "Traceback" not in watched.log
 

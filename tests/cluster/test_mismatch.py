@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, assert_serves
 from local_cluster import Daemon, configured, start_job, unique_job
-from transports import by_ways, over
+from transports import by_transports, over
 
 from omnireduce import AbortedError, Communicator
 
@@ -109,14 +109,14 @@ MISMATCHES: dict[str, tuple[Call, Call, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("what", "transport"), by_ways(MISMATCHES))
+@pytest.mark.parametrize(("what", "transport"), by_transports(MISMATCHES))
 def test_both_sides_are_named_on_every_rank(daemon: Daemon, what: str, transport: str) -> None:
     """Ranks 0 and 2 agree, rank 1 does not; whoever is compared first, rank 1 is one of the two."""
     ours, theirs, our_text, their_text = MISMATCHES[what]
     config, job = configured(daemon.addresses, *over(transport)), unique_job()
-    asked = time.monotonic()
+    began = time.monotonic()
     outcomes = start_job(config, 3, lambda comm: (theirs if comm.rank == 1 else ours)(comm), job).outcomes()
-    assert time.monotonic() - asked < FAILURE_S
+    assert time.monotonic() - began < FAILURE_S
     for error in outcomes:
         assert isinstance(error, AbortedError)
         assert error.culprit in ("ranks 0 and 1", "ranks 1 and 2")

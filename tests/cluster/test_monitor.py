@@ -102,14 +102,14 @@ def test_without_descriptors_the_server_looks_again_after_a_while(caplog: pytest
 
 
 def test_what_the_log_left_out_is_told_though_nobody_asks() -> None:
-    said, root = io.StringIO(), logging.getLogger()
-    handler = LimitedHandler(said)
+    stream, root = io.StringIO(), logging.getLogger()
+    handler = LimitedHandler(stream)
     root.addHandler(handler)
     try:
         with serving(60.0):
             for _ in range(3 * A_SECOND):
                 log.warning("refused", extra=tagged("metrics_refused"))
-            assert eventually(lambda: "lines were too many for the log" in said.getvalue())
+            assert eventually(lambda: "lines were too many for the log" in stream.getvalue())
     finally:
         root.removeHandler(handler)
 
@@ -117,14 +117,14 @@ def test_what_the_log_left_out_is_told_though_nobody_asks() -> None:
 def test_a_client_that_sends_a_byte_now_and_then_has_one_deadline_for_all() -> None:
     with serving(0.5) as pages, pages.connect() as client:
         client.settimeout(0.1)
-        said = b""
+        data = b""
         with contextlib.suppress(ConnectionError):
             for byte in b"GET /healthz HTTP/1.1\r\n" + b"A" * 1000:
                 client.send(bytes([byte]))
                 with contextlib.suppress(TimeoutError):
-                    said += client.recv(1)
+                    data += client.recv(1)
                     break
-        assert said == b""
+        assert data == b""
         assert not pages.server._deadlines
         assert pages.get("healthz") == ALIVE
 

@@ -153,7 +153,7 @@ def test_over_tls(token_file: Path) -> None:
         with pytest.raises(urllib.error.URLError, match="CERTIFICATE_VERIFY_FAILED"):
             ask(f"{url}/healthz", tls=ssl.create_default_context())
         with contextlib.suppress(OSError):
-            assert b"alive" not in said(url, b"GET /healthz HTTP/1.0\r\n\r\n")
+            assert b"alive" not in answer_without_tls(url, b"GET /healthz HTTP/1.0\r\n\r\n")
         old = trusting()
         old.maximum_version = ssl.TLSVersion.TLSv1_2
         with pytest.raises(OSError, match=r"(?i)protocol|closed|alert|reset|EOF"):
@@ -161,7 +161,7 @@ def test_over_tls(token_file: Path) -> None:
         assert ask(f"{url}/healthz", tls=trusting())[0] == 200
 
 
-def said(url: str, request: bytes) -> bytes:
+def answer_without_tls(url: str, request: bytes) -> bytes:
     """Answer to a request without TLS."""
     with socket.create_connection(parse_address(url.partition("//")[2]), WAIT_S) as client:
         client.sendall(request)

@@ -119,9 +119,9 @@ def test_what_one_rank_refuses_reaches_the_other(daemon: Daemon, what: str) -> N
             use(comm.rank == 0)
         return str(caught.value)
 
-    said, reason = run_job(configured(daemon.addresses), 2, run)
-    assert re.match(r"rank 1 \(host .*\): refused collective \d+, which rank 0 called as ", said)
-    assert said.endswith(reason)
+    error, reason = run_job(configured(daemon.addresses), 2, run)
+    assert re.match(r"rank 1 \(host .*\): refused collective \d+, which rank 0 called as ", error)
+    assert error.endswith(reason)
 
 
 @pytest.mark.parametrize("what", CASES)
@@ -155,6 +155,6 @@ def test_jobs_of_switchml(daemon: Daemon, collides: bool) -> None:
                 context.allreduce(ones(3), timeout_s=30)
             return str(caught.value)
 
-    for said in Ranks(2, run).results():
-        assert "refused collective" in said
-        assert "op is 'max'" in said
+    for error in Ranks(2, run).results():
+        assert "refused collective" in error
+        assert "op is 'max'" in error

@@ -18,7 +18,7 @@ from cluster_checks import DEATH_S, FAILURE_S, assert_serves, expect_round, name
 from free_ports import free_address
 from local_cluster import WAIT_S, Daemon, Worker, configured, eventually, run_job, start_job, unique_job
 from oracle import reduce_by_tree
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import AbortedError, Communicator, ConfigError, OmniReduceError, RefusedError, UsageError
 from omnireduce.aggregator.metrics import ShardCollector
@@ -44,8 +44,8 @@ class Tree(NamedTuple):
     low: Daemon
 
     def configs(self, *overrides: str) -> list[Config]:
-        ways = self.left, self.left, self.right, self.right, self.low, self.root
-        return [configured(each.addresses, *overrides) for each in ways]
+        daemons = self.left, self.left, self.right, self.right, self.low, self.root
+        return [configured(each.addresses, *overrides) for each in daemons]
 
 
 SUMS = ((0, 1), (2, 3, (4,)), 5)  # nested by relay: ranks that are summed together, if no ranks share memory
@@ -81,8 +81,8 @@ def of_rank(rank: int, dtype: str) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_sums_are_right(tree: Tree, way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sums_are_right(tree: Tree, transport: str) -> None:
     """Element types and operations of every kind, even those that no relay sums, and tensors without blocks."""
     calls = [(dtype, op) for dtype in ("float32", "int64", "float16") for op in ("sum", "max")] + [("float64", "mean")]
     brought = {dtype: [of_rank(rank, dtype) for rank in range(6)] for dtype, _ in calls}
@@ -92,14 +92,14 @@ def test_sums_are_right(tree: Tree, way: str) -> None:
         totals.append(comm.allreduce(np.empty(0, np.float32)))
         return totals
 
-    results = run_job(tree.configs(*over(way)), 6, run)
+    results = run_job(tree.configs(*over(transport)), 6, run)
     for number, (dtype, op) in enumerate(calls):
         expected = reduce_by_tree(SUMS, brought[dtype], op)
         assert all(np.array_equal(result[number], expected) for result in results), (dtype, op)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_all_ranks_have_the_same_bits(tree: Tree, way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_all_ranks_have_the_same_bits(tree: Tree, transport: str) -> None:
     """Also where the order of sums shows, twice in a row."""
     rng = np.random.default_rng(7)
     brought = rng.standard_normal((6, 50_000)).astype(np.float32)
@@ -107,14 +107,14 @@ def test_all_ranks_have_the_same_bits(tree: Tree, way: str) -> None:
     def run(comm: Communicator) -> list[bytes]:
         return [comm.allreduce(brought[comm.rank].copy()).tobytes() for _ in range(2)]
 
-    results = run_job(tree.configs(*over(way)), 6, run)
+    results = run_job(tree.configs(*over(transport)), 6, run)
     assert len({each for result in results for each in result}) == 1
-    if way != "memory":  # else ranks of one way are summed first
+    if transport != "memory":  # in memory, ranks of one daemon are summed first
         assert results[0][0] == reduce_by_tree(SUMS, list(brought), "sum").tobytes()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_rows_objects_and_the_rest(tree: Tree, way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rows_objects_and_the_rest(tree: Tree, transport: str) -> None:
     def run(comm: Communicator) -> bool:
         numbers = np.array([comm.rank, 10], np.int64)
         rows, values = comm.allreduce_rows(numbers, np.full((2, 8), comm.rank + 1, np.float32), n_rows=20)
@@ -131,7 +131,7 @@ def test_rows_objects_and_the_rest(tree: Tree, way: str) -> None:
             and parts.reshape(-1).tolist() == [rank for rank in range(6) for _ in range(3)]
         )
 
-    assert run_job(tree.configs(*over(way)), 6, run) == [True] * 6
+    assert run_job(tree.configs(*over(transport)), 6, run) == [True] * 6
 
 
 def test_a_rank_that_refuses_a_group_is_named_to_the_others(tree: Tree) -> None:
@@ -146,9 +146,9 @@ def test_a_rank_that_refuses_a_group_is_named_to_the_others(tree: Tree) -> None:
         return str(caught.value)
 
     results = run_job(tree.configs(f"cluster.join_timeout_s={100 * WAIT_S}"), 6, run)
-    said = {results.pop(4), results.pop(1)}
-    assert said == {"ranks [9]: expected different ranks from 0 to 5"}
-    assert all(result.endswith(f"has refused: {said.copy().pop()}") for result in results)
+    own_errors = {results.pop(4), results.pop(1)}
+    assert own_errors == {"ranks [9]: expected different ranks from 0 to 5"}
+    assert all(result.endswith(f"has refused: {own_errors.copy().pop()}") for result in results)
 
 
 def status_of(daemon: Daemon, job: str) -> JobStatus | None:
@@ -168,8 +168,8 @@ def test_a_relay_sends_the_union_once() -> None:
             comm.barrier()
             return result
 
-        ways = [configured(each.addresses, *SOLO) for each in (left, left, right, right)]
-        relay, top = run_job(ways, 4, run, job)[0]
+        configs = [configured(each.addresses, *SOLO) for each in (left, left, right, right)]
+        relay, top = run_job(configs, 4, run, job)[0]
     assert relay is not None
     assert top is not None
     assert (relay.upstream, top.upstream) == (root.addresses[0], "")

@@ -71,32 +71,36 @@ def at(host: Host, daemon: Daemon) -> list[str]:
 
 @only_ipv6
 def test_a_daemon_serves_hosts_without_ipv4(hosts: list[Host]) -> None:
-    here, there = hosts
-    with Daemon(2, OPEN, "metrics.listen=:0", listen=":0", prefix=here.prefix) as daemon:
+    local, remote = hosts
+    with Daemon(2, OPEN, "metrics.listen=:0", listen=":0", prefix=local.prefix) as daemon:
         assert all(address.startswith("[::]:") for address in daemon.addresses)
-        addresses = at(here, daemon)
-        by_name = [address.replace(f"[{here.address}]", here.name) for address in addresses]
-        assert sums([(there, addresses), (there, by_name), (here, by_name)]) == ["6 by tcp", "6 by tcp", "6 by shm"]
-        assert f"{addresses[0]} " in omnireduce(there, "status", "--once", *addresses)
-        told = "--set", f"cluster.aggregators={by_name[0]}"
-        assert "answers by tcp, from fd77::2" in omnireduce(there, "doctor", *told)
-        assert "answers by shm" in omnireduce(here, "doctor", *told)
-        with Daemon(2, OPEN, f"aggregator.upstream={','.join(addresses)}", listen=":0", prefix=there.prefix) as relay:
-            assert sums([(there, at(there, relay)), (here, addresses)]) == ["3 by shm"] * 2
+        addresses = at(local, daemon)
+        by_name = [address.replace(f"[{local.address}]", local.name) for address in addresses]
+        assert sums([(remote, addresses), (remote, by_name), (local, by_name)]) == ["6 by tcp", "6 by tcp", "6 by shm"]
+        assert f"{addresses[0]} " in omnireduce(remote, "status", "--once", *addresses)
+        setting = "--set", f"cluster.aggregators={by_name[0]}"
+        assert "answers by tcp, from fd77::2" in omnireduce(remote, "doctor", *setting)
+        assert "answers by shm" in omnireduce(local, "doctor", *setting)
+        with Daemon(2, OPEN, f"aggregator.upstream={','.join(addresses)}", listen=":0", prefix=remote.prefix) as relay:
+            assert sums([(remote, at(remote, relay)), (local, addresses)]) == ["3 by shm"] * 2
         port = daemon.log.partition("metrics at http://[::]:")[2].partition("/")[0]
-        read = f"import urllib.request as u; print(u.urlopen('http://[{here.address}]:{port}/metrics').read().decode())"
-        result = subprocess.run([*there.prefix, sys.executable, "-c", read], capture_output=True, text=True, check=True)
+        read = (
+            f"import urllib.request as u; print(u.urlopen('http://[{local.address}]:{port}/metrics').read().decode())"
+        )
+        result = subprocess.run(
+            [*remote.prefix, sys.executable, "-c", read], capture_output=True, text=True, check=True
+        )
         assert "omnireduce_" in result.stdout
 
 
 @needs_openssl
 @only_ipv6
 def test_tls_to_an_ipv6_address(hosts: list[Host]) -> None:
-    here, there = hosts
+    local, remote = hosts
     files = certificates()
-    with Daemon(1, OPEN, *files.holder("aggregator"), listen=f"[{here.address}]:0", prefix=here.prefix) as daemon:
+    with Daemon(1, OPEN, *files.holder("aggregator"), listen=f"[{local.address}]:0", prefix=local.prefix) as daemon:
         assert daemon.addresses[0].startswith("[fd77::1]:")
-        assert sums([(there, daemon.addresses)] * 2, files.trust()) == ["3 by tcp"] * 2
+        assert sums([(remote, daemon.addresses)] * 2, files.trust()) == ["3 by tcp"] * 2
 
 
 @only_ipv6
@@ -112,12 +116,12 @@ def test_a_daemon_without_configuration(hosts: list[Host]) -> None:
 def test_a_host_may_call_itself_127_0_1_1(hosts: list[Host]) -> None:
     """Its daemon listens at the address that others know, and all workers are told the same name. Who lets it listen at
     that name hears that no other host reaches it."""
-    here, there = hosts
-    with Daemon(1, OPEN, listen=str(Address(here.address, 0)), prefix=here.prefix) as daemon:
-        name = str(Address(here.name, parse_address(daemon.addresses[0]).port))
-        assert sums([(here, [name]), (there, [name])]) == ["3 by shm", "3 by tcp"]
-        assert "answers by shm" in omnireduce(here, "doctor", "--set", f"cluster.aggregators={name}")
-    with Daemon(1, listen=f"{here.name}:0", prefix=here.prefix) as daemon:
-        own = "127.0.1.1" if "." in here.address else "::1"
-        assert eventually(lambda: f"{here.name} is {own} on this host" in daemon.log)
-        assert here.address in daemon.log
+    local, remote = hosts
+    with Daemon(1, OPEN, listen=str(Address(local.address, 0)), prefix=local.prefix) as daemon:
+        name = str(Address(local.name, parse_address(daemon.addresses[0]).port))
+        assert sums([(local, [name]), (remote, [name])]) == ["3 by shm", "3 by tcp"]
+        assert "answers by shm" in omnireduce(local, "doctor", "--set", f"cluster.aggregators={name}")
+    with Daemon(1, listen=f"{local.name}:0", prefix=local.prefix) as daemon:
+        loopback = "127.0.1.1" if "." in local.address else "::1"
+        assert eventually(lambda: f"{local.name} is {loopback} on this host" in daemon.log)
+        assert local.address in daemon.log

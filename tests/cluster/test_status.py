@@ -19,7 +19,7 @@ from cluster_checks import FAILURE_S, SLOWNESS, assert_serves, expect_round, nam
 from free_ports import free_address
 from local_cluster import WAIT_S, Daemon, configured, eventually, run_job, start_job, unique_job, workers
 from raw_peer import RawPeer, await_pending
-from transports import KINDS, MEMORY, WAYS, over
+from transports import KINDS, MEMORY, TRANSPORTS, over
 
 from omnireduce import Communicator, ConfigError, OmniReduceError, RefusedError, TransportError
 from omnireduce.core.status_messages import JobStatus, Status, StatusRequest, Traffic
@@ -147,7 +147,7 @@ def test_the_last_credits_wait_for_the_next_collective(daemon: Daemon, transport
     running.results()
 
 
-@pytest.mark.parametrize("transport", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stopped_rank_is_the_one_that_is_waited_for(daemon: Daemon, transport: str) -> None:
     job, patient = unique_job("straggler"), ["cluster.timeout_s=60", *over(transport)]
     with workers(
@@ -171,15 +171,15 @@ def test_a_stopped_rank_is_the_one_that_is_waited_for(daemon: Daemon, transport:
     assert eventually(lambda: jobs(daemon, job) == [])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_late_rank_stays_on_the_account(daemon: Daemon, way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_late_rank_stays_on_the_account(daemon: Daemon, transport: str) -> None:
     """On all shards. Those whose ranks share memory tell the first one, once they have waited for a second."""
     job = unique_job("late")
 
     def accounts() -> list[JobStatus]:
-        return jobs(daemon, job)[: 1 if way == MEMORY else None]
+        return jobs(daemon, job)[: 1 if transport == MEMORY else None]
 
-    with workers(daemon, 2, "--hold", "1", "1", job=job, overrides=over(way)) as (first, late):
+    with workers(daemon, 2, "--hold", "1", "1", job=job, overrides=over(transport)) as (first, late):
         late.expect("held")
         expect_round(first, "started", 1)
         assert eventually(lambda: all(account.waiting and account.waiting.seconds > 0.3 for account in accounts()))
@@ -207,17 +207,17 @@ def test_a_job_that_gathers_says_who_is_missing(daemon: Daemon) -> None:
     assert eventually(lambda: jobs(daemon, job) == [])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_aborts_are_counted_by_cause_and_refusals_too(way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_aborts_are_counted_by_cause_and_refusals_too(transport: str) -> None:
     with Daemon(1) as daemon:
-        with workers(daemon, 2, overrides=over(way)) as ranks:
+        with workers(daemon, 2, overrides=over(transport)) as ranks:
             ranks[1].signal(signal.SIGKILL)
             ranks[0].expect("error")
         timeout = f"cluster.timeout_s={0.5 * SLOWNESS}"
-        with workers(daemon, 2, "--hold", "1", "1", overrides=[timeout, *over(way)]) as ranks:
+        with workers(daemon, 2, "--hold", "1", "1", overrides=[timeout, *over(transport)]) as ranks:
             ranks[0].expect("error")
         per_rank = [("--name", "a"), ("--name", "b")]
-        with workers(daemon, 2, per_rank=per_rank, overrides=over(way)) as ranks:
+        with workers(daemon, 2, per_rank=per_rank, overrides=over(transport)) as ranks:
             ranks[0].expect("error")
         with RawPeer(daemon.addresses[0]) as peer:
             peer.hello("x", 5, 2)
@@ -362,7 +362,7 @@ def test_nobody_listens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("answer", "expected"),
     [
         # connecting takes a part of 0.3 s
         (b"", r"does not answer within 0\.\d+ s; is it stopped or overloaded, or"),
@@ -370,13 +370,13 @@ def test_nobody_listens() -> None:
     ],
     ids=["silence", "another server"],
 )
-def test_something_else_listens(said: bytes, expected: str) -> None:
+def test_something_else_listens(answer: bytes, expected: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         kept: list[socket.socket] = []
 
         def serve() -> None:
             kept.append(server.accept()[0])
-            kept[0].sendall(said)
+            kept[0].sendall(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()

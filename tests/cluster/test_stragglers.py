@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cluster_checks import FAILURE_S, SLOWNESS, assert_aborted, assert_serves, expect_round, name_of
 from local_cluster import WAIT_S, Daemon, configured, run_job, unique_job, workers
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import CollectiveTimeoutError, Communicator
 
@@ -44,7 +44,7 @@ def test_two_late_ranks_are_both_named(daemon: Daemon) -> None:
         assert_aborted([first], time.monotonic(), 0.5 + FAILURE_S, culprits, kind=TIMEOUT)
 
 
-@pytest.mark.parametrize("transport", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_stopped_rank_is_named_and_told_when_it_goes_on(daemon: Daemon, transport: str) -> None:
     """SIGSTOP in full flow: to the system it is alive, and it has messages and results under way."""
     job = unique_job("stopped")

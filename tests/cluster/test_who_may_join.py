@@ -29,7 +29,7 @@ from local_cluster import (
     unique_job,
 )
 from raw_peer import RawPeer, framed
-from transports import KINDS, WAYS, over
+from transports import KINDS, TRANSPORTS, over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
 from omnireduce.core.wire.control import (
@@ -76,9 +76,9 @@ def join(daemon: Daemon, *overrides: str) -> OmniReduceError:
     return caught.value
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_who_knows_the_secret_joins(closed: Daemon, secret_file: str, way: str) -> None:
-    config = configured(closed.addresses, *over(way), f"security.secret_file={secret_file}")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_who_knows_the_secret_joins(closed: Daemon, secret_file: str, transport: str) -> None:
+    config = configured(closed.addresses, *over(transport), f"security.secret_file={secret_file}")
     assert run_job(config, 3, lambda comm: comm.allreduce(np.ones(9)).tolist()) == [[3.0] * 9] * 3
 
 
@@ -177,19 +177,19 @@ def test_memory_is_passed_after_the_proof_only(closed: Daemon) -> None:
     with RawPeer(closed.addresses[0], local=True) as peer:
         candidate = Candidate(SECRET, bytes(32))
         peer.send(framed(candidate.greeting))
-        said, results = [], []
+        messages, results = [], []
         while not results:
             data, results, _, _ = socket.recv_fds(peer.sock, 65536, 4)
             length = FRAME.unpack_from(data)[2]
-            said.append(decode_control(data[FRAME.size : FRAME.size + length]))
-            reply = candidate.answer(said[-1]) if isinstance(said[-1], Challenge | Proof) else None
+            messages.append(decode_control(data[FRAME.size : FRAME.size + length]))
+            reply = candidate.answer(messages[-1]) if isinstance(messages[-1], Challenge | Proof) else None
             if reply is not None:
                 peer.send(framed(reply))
-            elif isinstance(said[-1], Proof):
+            elif isinstance(messages[-1], Proof):
                 peer.hello(unique_job(), 0, 1)
         for descriptor in results:
             os.close(descriptor)
-    assert [type(each) for each in said] == [Challenge, Proof, Welcome]
+    assert [type(each) for each in messages] == [Challenge, Proof, Welcome]
 
 
 # false aggregators
@@ -211,12 +211,12 @@ def test_a_false_aggregator_learns_nothing(secret_file: str, what: str) -> None:
         config = configured([address], "transport.kind=tcp", f"security.secret_file={secret_file}")
         ranks = Ranks(1, lambda _: Communicator(config, rank=0, size=1))
         server.settimeout(WAIT_S)
-        heard = []
+        messages = []
         with server.accept()[0] as sock:
             sock.settimeout(WAIT_S)
             for answer in answers:
                 data = sock.recv(65536)
-                heard.append(decode_control(data[FRAME.size :]))
+                messages.append(decode_control(data[FRAME.size :]))
                 sock.sendall(answer)
             sock.shutdown(socket.SHUT_WR)
             [error] = ranks.outcomes()
@@ -224,12 +224,12 @@ def test_a_false_aggregator_learns_nothing(secret_file: str, what: str) -> None:
     assert isinstance(error, TransportError)
     assert f"aggregator {address}" in str(error)
     assert expected in str(error)
-    assert not any(isinstance(each, Hello) for each in heard)
+    assert not any(isinstance(each, Hello) for each in messages)
 
 
 def test_an_aggregator_that_hangs_up_before_the_hello_is_tried_again(secret_file: str) -> None:
     """Until the time to join is over: then the error says what may be wrong."""
-    heard: list[bytes] = []
+    data: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -237,7 +237,7 @@ def test_an_aggregator_that_hangs_up_before_the_hello_is_tried_again(secret_file
             with suppress(OSError):  # when the listener is shut down
                 while True:
                     with server.accept()[0] as sock:
-                        heard.append(sock.recv(65536))
+                        data.append(sock.recv(65536))
 
         others = Ranks(1, hang_up)
         limit = "cluster.join_timeout_s=0.5"
@@ -251,7 +251,7 @@ def test_an_aggregator_that_hangs_up_before_the_hello_is_tried_again(secret_file
         r"transport\.kind allow tcp, and does it want TLS \(security\.tls_ca here\); is `omnireduce aggregator`",
         str(caught.value),
     )
-    assert len(heard) > 1
+    assert len(data) > 1
 
 
 def test_an_aggregator_that_never_proves_itself(secret_file: str) -> None:

@@ -10,10 +10,10 @@ import time
 import pytest
 from cluster_checks import DEATH_S, FAILURE_S, assert_aborted, assert_serves, expect_round, name_of
 from local_cluster import Daemon, Process, eventually, unique_job, workers
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 LARGE = ("--elements", "8000000")  # 32 MB: always in the middle of something
-either = pytest.mark.parametrize("transport", [over(way) for way in WAYS], ids=WAYS)
+either = pytest.mark.parametrize("transport", [over(way) for way in TRANSPORTS], ids=TRANSPORTS)
 
 
 @either
@@ -26,9 +26,9 @@ def test_kill_in_mid_collective(daemon: Daemon, transport: tuple[str, ...]) -> N
         late.expect("held")
         killed = victim.signal(signal.SIGKILL)
         assert_aborted([first], killed, DEATH_S, name_of(victim, 1))
-        asked = time.monotonic()
+        began = time.monotonic()
         late.go_on()
-        assert_aborted([late], asked, FAILURE_S, name_of(victim, 1))
+        assert_aborted([late], began, FAILURE_S, name_of(victim, 1))
         assert_serves(daemon, *transport, job=job)
 
 
@@ -110,10 +110,10 @@ def test_a_rank_that_leaves_while_others_go_on(daemon: Daemon) -> None:
     """A shutdown is no failure; the others learn it when they need the rank again."""
     job = unique_job("leaves")
     with workers(daemon, 3, job=job, per_rank=[("--rounds", "2"), (), ()]) as (leaver, second, third):
-        asked = time.monotonic()
+        began = time.monotonic()
         leaver.expect("left")
         assert leaver.wait() == 0
-        for error in assert_aborted([second, third], asked, FAILURE_S, name_of(leaver, 0)):
+        for error in assert_aborted([second, third], began, FAILURE_S, name_of(leaver, 0)):
             assert "had shut down when collective 2" in error["text"]
 
 

@@ -26,7 +26,7 @@ from omnireduce.compression import (
 from omnireduce.core.dtypes import Array
 
 SIZE, RANKS, STEPS = 20_001, 3, 4
-WAYS = [BY_SHARDS, "transport.host_exchange=auto"]
+EXCHANGES = [BY_SHARDS, "transport.host_exchange=auto"]
 
 
 def gradient(rank: int, step: int) -> Array:
@@ -34,7 +34,7 @@ def gradient(rank: int, step: int) -> Array:
     return np.random.default_rng([rank, step]).integers(-1000, 1001, SIZE).astype(np.float32)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setting", EXCHANGES)
 @pytest.mark.parametrize(
     "make",
     [
@@ -69,7 +69,7 @@ def gradient(rank: int, step: int) -> Array:
     ],
 )
 def test_all_that_was_received_and_what_is_left_are_all_gradients(
-    daemon: Daemon, make: Callable[[], Compression], way: str
+    daemon: Daemon, make: Callable[[], Compression], setting: str
 ) -> None:
     codec = make().codec
 
@@ -83,7 +83,7 @@ def test_all_that_was_received_and_what_is_left_are_all_gradients(
         state = compression.memory.state_dict()
         return received, state.get("residuals", state.get("sums", {}))["w"]
 
-    results = run_job(configured(daemon.addresses, way), RANKS, run)
+    results = run_job(configured(daemon.addresses, setting), RANKS, run)
     received = results[0][0]
     assert all((each == received).all() for each, _ in results)
     everything = sum(gradient(rank, step) for rank in range(RANKS) for step in range(STEPS))
@@ -161,13 +161,15 @@ def test_ranks_with_other_costs_decide_alike(daemon: Daemon) -> None:
         assert x[0] == 4
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setting", EXCHANGES)
 @pytest.mark.parametrize("ratio", [0.001, 0.02, 0.3])
-def test_both_ways_give_the_same_sums(daemon: Daemon, way: str, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_ways_give_the_same_sums(
+    daemon: Daemon, setting: str, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(comm: Communicator) -> Array:
         return Compression(TopK(ratio)).allreduce(comm, gradient(comm.rank, 0), name="w", op="sum")
 
-    config = configured(daemon.addresses, way)
+    config = configured(daemon.addresses, setting)
     chosen = run_job(config, 2, run)
     for work_bytes in (-6, 1 << 30):  # always by number, always in blocks
         monkeypatch.setattr(compressed, "WORK_BYTES", work_bytes)

@@ -20,15 +20,15 @@ NATURAL, ONEBIT, QSGD = ({"compressor": name} for name in ("natural", "onebit", 
 EFSIGNSGD, RANDOMK = {"compressor": "efsignsgd"}, {"compressor": "randomk"}
 
 
-def errors_of(daemon: Daemon, way: str, step: Any) -> list[str]:
+def errors_of(daemon: Daemon, setting: str, step: Any) -> list[str]:
     """Errors that two ranks get from a step."""
 
     def run(comm: Communicator) -> str:
-        with pytest.raises(AbortedError) as told:
+        with pytest.raises(AbortedError) as caught:
             step(comm)
-        return str(told.value)
+        return str(caught.value)
 
-    return run_job(configured(daemon.addresses, way), 2, run)
+    return run_job(configured(daemon.addresses, setting), 2, run)
 
 
 def expect_both(errors: list[str], *sides: str) -> None:
@@ -37,7 +37,7 @@ def expect_both(errors: list[str], *sides: str) -> None:
         assert all(side in error for side in sides), error
 
 
-@pytest.mark.parametrize("way", [BY_SHARDS, "transport.host_exchange=auto"])
+@pytest.mark.parametrize("setting", [BY_SHARDS, "transport.host_exchange=auto"])
 @pytest.mark.parametrize(
     ("communicator", "pair", "sides"),
     [
@@ -53,13 +53,13 @@ def expect_both(errors: list[str], *sides: str) -> None:
     ],
 )
 def test_ranks_with_other_compressors(
-    daemon: Daemon, way: str, communicator: str, pair: tuple[Params, Params], sides: tuple[str, ...]
+    daemon: Daemon, setting: str, communicator: str, pair: tuple[Params, Params], sides: tuple[str, ...]
 ) -> None:
     def step(comm: Communicator) -> None:
         made = grace_from_params({**pair[comm.rank], "communicator": communicator}, comm=comm)
         made.step(np.ones(SIZE, np.float32), "w")
 
-    expect_both(errors_of(daemon, way, step), *sides)
+    expect_both(errors_of(daemon, setting, step), *sides)
 
 
 @pytest.mark.parametrize("communicator", ["allgather", "broadcast", "alltoall"])

@@ -1,4 +1,4 @@
-"""GRACE's steps between real ranks: the same sums by whatever way, also of nothing, and after a fault."""
+"""GRACE's steps between real ranks: the same sums in memory and by shards, even of nothing, and after a fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZE, RANKS, STEPS = 3000, 3, 3
 PAIRS = [(name, communicator) for name, kind in COMPRESSORS.items() for communicator in kind.communicators]
 NO_SUMS = ("signsgd", "signum", "terngrad")  # votes, what follows a momentum; terngrad has a test of its own
 DRAWN = [("qsgd", "aggregator")]
-WAYS = [BY_SHARDS, "transport.host_exchange=auto"]
+EXCHANGES = [BY_SHARDS, "transport.host_exchange=auto"]
 
 
 def gradient(rank: int, step: int, size: int = SIZE) -> Array:
@@ -34,7 +34,7 @@ def steps_by(communicator: str, comm: Communicator, **params: Any) -> list[Array
     return [grc.step(gradient(comm.rank, step), "w") for step in range(STEPS)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("setting", EXCHANGES)
 @pytest.mark.parametrize(
     "params",
     [
@@ -50,17 +50,17 @@ def steps_by(communicator: str, comm: Communicator, **params: Any) -> list[Array
     ],
     ids=lambda each: each["compressor"],
 )
-def test_all_ways_give_the_same(daemon: Daemon, params: dict[str, Any], way: str) -> None:
-    ways = COMPRESSORS[params["compressor"]].communicators
+def test_all_ways_give_the_same(daemon: Daemon, params: dict[str, Any], setting: str) -> None:
+    names = COMPRESSORS[params["compressor"]].communicators
 
     def run(comm: Communicator) -> dict[str, list[Array]]:
-        return {each: steps_by(each, comm, **params) for each in ways}
+        return {each: steps_by(each, comm, **params) for each in names}
 
-    results = run_job(configured(daemon.addresses, way), RANKS, run)
+    results = run_job(configured(daemon.addresses, setting), RANKS, run)
     expected = np.stack(results[0]["allgather"])
     assert expected.any()
     for result in results:
-        for each in ways:
+        for each in names:
             assert (np.stack(result[each]) == expected).all(), each
 
 
@@ -372,8 +372,8 @@ def test_the_line_that_says_it(daemon: Daemon, caplog: pytest.LogCaptureFixture)
 
     with caplog.at_level("DEBUG", logger="omnireduce"):
         run_job(configured(daemon.addresses), 1, run)
-    said = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "grace"]
-    assert said == ["==Debug== grace is called: TopKCompressor, NoneMemory, Allgather"]
+    messages = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "grace"]
+    assert messages == ["==Debug== grace is called: TopKCompressor, NoneMemory, Allgather"]
 
 
 def test_the_hook_is_of_another_part(monkeypatch: pytest.MonkeyPatch, daemon: Daemon) -> None:

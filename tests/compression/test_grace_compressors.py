@@ -80,7 +80,7 @@ def test_seeds_names_and_steps_draw_differently(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"),
+    ("name", "limit"),
     [
         ("signsgd", 1 / 8),
         ("onebit", 1 / 8),
@@ -92,10 +92,10 @@ def test_seeds_names_and_steps_draw_differently(name: str) -> None:
         ("fp16", 2),
     ],
 )
-def test_they_are_really_packed(name: str, most: float) -> None:
+def test_they_are_really_packed(name: str, limit: float) -> None:
     for elements in (8, 1000, 100_001):
         tensors, _ = COMPRESSORS[name]().compress(gradient(1, elements), "w")
-        assert sum(tensor.nbytes for tensor in tensors) <= most * elements + 64
+        assert sum(tensor.nbytes for tensor in tensors) <= limit * elements + 64
 
 
 def test_sizes_of_others() -> None:
@@ -225,7 +225,7 @@ def test_numbers_that_are_none_are_no_error(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: grace.TopKCompressor(0), "ratio 0: expected more than 0"),
         (lambda: grace.ThresholdCompressor(-1), "threshold -1: expected a number from 0 on"),
@@ -240,8 +240,8 @@ def test_numbers_that_are_none_are_no_error(name: str) -> None:
         (lambda: grace.TopKCompressor().compress(np.arange(3), "w"), "a gradient is of int64"),
     ],
 )
-def test_what_cannot_be(make: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make()
 
 

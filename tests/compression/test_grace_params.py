@@ -36,15 +36,15 @@ def test_all_names(daemon: Daemon) -> None:
                         assert (type(made.memory), type(made)) == (MEMORIES[memory], COMMUNICATORS[communicator])
                         assert (made.world_size, made.state) == (1, made)
                     else:
-                        said = rf"with communicator '{communicator}': it goes with {', '.join(kind.communicators)}$"
-                        with pytest.raises(UsageError, match=said):
+                        message = rf"with communicator '{communicator}': it goes with {', '.join(kind.communicators)}$"
+                        with pytest.raises(UsageError, match=message):
                             grace_from_params(params, comm=comm)
 
     run_job(configured(daemon.addresses), 1, run)
 
 
 @pytest.mark.parametrize(
-    ("params", "said"),
+    ("params", "message"),
     [
         ({"compressor": "topk", "communicator": "allreduce"}, "it goes with allgather, broadcast, aggregator"),
         ({"compressor": "topq"}, "compressor 'topq': expected none, adaptive, adaq, dgc, efsignsgd, fp16"),
@@ -71,9 +71,9 @@ def test_all_names(daemon: Daemon) -> None:
         ("topk", "params is a str; expected a dict such as"),
     ],
 )
-def test_what_cannot_be(daemon: Daemon, params: Any, said: str) -> None:
+def test_what_cannot_be(daemon: Daemon, params: Any, message: str) -> None:
     def run(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             grace_from_params(params, comm=comm)
 
     run_job(configured(daemon.addresses), 1, run)
@@ -125,7 +125,7 @@ def test_it_takes_the_communicator_of_the_program(daemon: Daemon) -> None:
         assert made.comm is comm
         again = grace.Allgather(grace.TopKCompressor(0.3), grace.ResidualMemory(), omni.size())
         assert again.comm is comm
-        for pair, said in (
+        for pair, message in (
             (
                 (grace.ResidualMemory(), grace.TopKCompressor()),
                 "compressor is a ResidualMemory; expected an object whose",
@@ -135,7 +135,7 @@ def test_it_takes_the_communicator_of_the_program(daemon: Daemon) -> None:
                 r"memory is ResidualMemory; .* omnireduce\.compression\.grace\.Mem",
             ),
         ):
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=message):
                 grace.Allgather(*pair)  # type: ignore[arg-type]
 
 

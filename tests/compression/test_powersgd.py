@@ -139,12 +139,12 @@ def test_what_cannot_be(daemon: Daemon) -> None:
 
     def run(comm: Communicator) -> None:
         sgd = PowerSgd()
-        for wrong, said in (
+        for wrong, message in (
             ([1.0], "is a list"),
             (np.ones(3), "of float64"),
             (np.ones((9, 9), np.float32).T[1:], "C-c"),
         ):
-            with pytest.raises(UsageError, match=said):
+            with pytest.raises(UsageError, match=message):
                 sgd.allreduce(comm, wrong, name="w")  # type: ignore[arg-type]
         frozen = np.ones(4, np.float32)
         frozen.flags.writeable = False

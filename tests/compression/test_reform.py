@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from local_cluster import Daemon, Ranks, configured, unique_job
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.compression import BlockTopK, Compression, DgcMomentum, RandomK, Residual, TopK
@@ -18,7 +18,7 @@ from omnireduce.support.config import Config
 SIZE, RANKS, FAILS = 5000, 3, 1
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=TRANSPORTS)
 def elastic(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
     settings = (
         "elastic.enabled=true",

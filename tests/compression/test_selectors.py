@@ -68,8 +68,8 @@ def test_thresholds(seed: int, size: int, ratio: float, threshold: float) -> Non
     x = numbers(seed, size)
     above = np.flatnonzero(magnitudes(x) > magnitudes(np.full(1, threshold, np.float32))[0])
     assert Threshold(threshold).select(x).tolist() == above.tolist()
-    least = min(size, max(1, int(size * ratio)))
-    guarded = above if above.size >= least else top(x, least)
+    count = min(size, max(1, int(size * ratio)))
+    guarded = above if above.size >= count else top(x, count)
     assert GuardedThreshold(threshold, ratio).select(x).tolist() == guarded.tolist()
 
 
@@ -124,8 +124,8 @@ def test_an_adaptive_threshold_follows_the_gradients() -> None:
         x = (rng.standard_normal(50_000) * 0.97**step).astype(np.float32)
         result = selector.select(x, "w", step)
         assert 500 / 4 <= len(result) <= 500 * 4
-        least = np.abs(x[result]).min()
-        assert (np.abs(np.delete(x, result)) <= least).all()
+        smallest = np.abs(x[result]).min()
+        assert (np.abs(np.delete(x, result)) <= smallest).all()
     assert len(selector.select(x * np.float32(1e6), "w")) == 500  # far off: it selects exactly
 
 
@@ -142,7 +142,7 @@ def test_places_ascend_and_the_array_stays(selector: Selector, seed: int, size: 
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "said"),
+    ("make", "arguments", "message"),
     [
         (TopK, (0,), "ratio 0: expected more than 0 and at most 1"),
         (TopK, (1.5,), "ratio 1.5"),
@@ -154,8 +154,8 @@ def test_places_ascend_and_the_array_stays(selector: Selector, seed: int, size: 
         (BlockTopK, (0.1, 256.0), "block_size is 256.0, a float"),
     ],
 )
-def test_wrong_arguments(make: Any, arguments: tuple[Any, ...], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_wrong_arguments(make: Any, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make(*arguments)
 
 

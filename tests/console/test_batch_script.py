@@ -13,13 +13,13 @@ from omnireduce.console.commands import main
 
 
 def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:
-    asked = ["--nodes", "3", "--ntasks-per-node", "4", "--time", "1-2:30:00", "--job-name", "big.one"]
-    result = CliRunner().invoke(main, ["slurm-script", *asked, "--", "python", "my train.py", "--lr=0.1"])
+    options = ["--nodes", "3", "--ntasks-per-node", "4", "--time", "1-2:30:00", "--job-name", "big.one"]
+    result = CliRunner().invoke(main, ["slurm-script", *options, "--", "python", "my train.py", "--lr=0.1"])
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert lines[0] == "#!/bin/bash"
-    said = [line for line in lines if line.startswith("#SBATCH")]
-    assert said == [
+    directives = [line for line in lines if line.startswith("#SBATCH")]
+    assert directives == [
         "#SBATCH --job-name=big.one", "#SBATCH --nodes=3", "#SBATCH --ntasks-per-node=4", "#SBATCH --time=1-2:30:00",
     ]  # fmt: skip
     assert "(($#)) || set -- python 'my train.py' --lr=0.1" in lines
@@ -28,7 +28,7 @@ def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         (["--", "python"], ""),
         ([], "Missing argument '-- COMMAND...'"),
@@ -38,7 +38,7 @@ def test_the_file_has_the_users_numbers_and_command(tmp_path: object) -> None:
     ],
     ids=["right", "no command", "no nodes", "name", "time"],
 )
-def test_wrong_input(wrong: list[str], said: str) -> None:
+def test_wrong_input(wrong: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["slurm-script", *wrong])
-    assert (result.exit_code == 0) == (not said)
-    assert said in result.output + str(result.exception or "")
+    assert (result.exit_code == 0) == (not message)
+    assert message in result.output + str(result.exception or "")

@@ -20,10 +20,10 @@ from omnireduce.programs.library import PROGRAMS, schedules
 
 def coconet(*words: str) -> subprocess.CompletedProcess[str]:
     """`omnireduce coconet run` with these words, to its end."""
-    return said("run", *words)
+    return run_coconet("run", *words)
 
 
-def said(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_coconet(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """`omnireduce coconet` with these words, to its end."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("OMNIREDUCE_", "HOROVOD_"))}
     return subprocess.run(
@@ -37,15 +37,15 @@ def said(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_all_schedules_give_what_one_process_gives(program: str) -> None:
     result = coconet(program, "-np", "4", "--elements", "1001", "--steps", "3")
     assert result.returncode == 0, result.stderr
-    said = result.stdout.splitlines()
-    assert re.fullmatch(rf"{program} on 4 ranks: 1001 elements, 3 steps, \S+", said[0])
-    assert [line.split()[0] for line in said[2:-1]] == list(schedules(program))
+    lines = result.stdout.splitlines()
+    assert re.fullmatch(rf"{program} on 4 ranks: 1001 elements, 3 steps, \S+", lines[0])
+    assert [line.split()[0] for line in lines[2:-1]] == list(schedules(program))
     if program == "lamb":
-        assert said[-1].startswith("All results are those of one process, ")
+        assert lines[-1].startswith("All results are those of one process, ")
     else:
-        assert said[-1] == "All results are those of one process, bit for bit."
+        assert lines[-1] == "All results are those of one process, bit for bit."
     if program == "adam":  # two tensors of state, whole and cut
-        assert [line.split()[2] for line in said[2:-1]] == ["8.008k", "2.008k", "2.008k"]
+        assert [line.split()[2] for line in lines[2:-1]] == ["8.008k", "2.008k", "2.008k"]
 
 
 def test_one_schedule() -> None:
@@ -77,7 +77,7 @@ def test_differences_are_seen() -> None:
 
 def test_a_file_is_written(tmp_path: Path) -> None:
     path = tmp_path / "adam.py"
-    result = said("generate", "adam", "--schedule", "rs-c-ag", "--target", "mpi4py", "-o", str(path))
+    result = run_coconet("generate", "adam", "--schedule", "rs-c-ag", "--target", "mpi4py", "-o", str(path))
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{path}: adam, rs-c-ag; mpirun -n 2 python {path} 10\n"
     text = path.read_text()
@@ -88,7 +88,7 @@ def test_a_file_is_written(tmp_path: Path) -> None:
 def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
     keep_kernels(tmp_path)
     words = ["tune", "adam", "--sizes", "1_000,70", "--turns", "1"]
-    result = said(*words, OMNIREDUCE_CACHE=str(tmp_path))
+    result = run_coconet(*words, OMNIREDUCE_CACHE=str(tmp_path))
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == "adam on 2 ranks: median ms of a run"
@@ -98,9 +98,9 @@ def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
     for at, (name, line) in enumerate(zip(("N=1000", "N=70"), lines[-2:], strict=True)):
         best = line.removeprefix(f"{name}: ")
         assert rows[best][at] == min(row[at] for row in rows.values())
-    again = said(*words, OMNIREDUCE_CACHE=str(tmp_path))
+    again = run_coconet(*words, OMNIREDUCE_CACHE=str(tmp_path))
     assert again.stdout.splitlines() == [f"{lines[0]}, known from an earlier run", *lines[1:]]
-    other = said(*words, "--no-cache", OMNIREDUCE_CACHE=str(tmp_path))
+    other = run_coconet(*words, "--no-cache", OMNIREDUCE_CACHE=str(tmp_path))
     assert other.stdout.splitlines()[0] == lines[0]
 
 

@@ -273,7 +273,7 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("wrong",), "wrong: expected MODULE:CLASS, such as my_module:MyCompressor"),
         (("nowhere:Class",), "nowhere:Class cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
@@ -290,21 +290,21 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
         (("wrong:Backwards",), "random of shape (1000,): expected a compressed gradient; expected ascending places"),
     ],
 )
-def test_what_cannot_be_tried_is_one_line(run: Callable[..., Result], arguments: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_tried_is_one_line(run: Callable[..., Result], arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"Error: {said}")
+    assert result.stderr.startswith(f"Error: {message}")
 
 
-@pytest.mark.parametrize("place", ["init", "compress", "decompress"])
+@pytest.mark.parametrize("name", ["init", "compress", "decompress"])
 @pytest.mark.parametrize(
-    ("how", "said"), [("exit", "SystemExit: 0"), ("generator", "GeneratorExit"), ("base", "BaseExc")]
+    ("how", "message"), [("exit", "SystemExit: 0"), ("generator", "GeneratorExit"), ("base", "BaseExc")]
 )
-def test_what_ends_the_process_is_one_line(run: Callable[..., Result], place: str, how: str, said: str) -> None:
-    result = run("wrong:Ends", f"place={place}", f"how={how}")
+def test_what_ends_the_process_is_one_line(run: Callable[..., Result], name: str, how: str, message: str) -> None:
+    result = run("wrong:Ends", f"place={name}", f"how={how}")
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith("Error: ")
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_a_module_that_ends_the_process(run: Callable[..., Result], tmp_path: Path) -> None:

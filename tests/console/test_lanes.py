@@ -241,12 +241,12 @@ MESSAGES = ["pack", "scatter", "merge", "send", "receive"]
 
 
 @pytest.fixture(scope="module", params=["shm", MEMORY])
-def way(request: pytest.FixtureRequest) -> str:
+def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def traced(tmp_path_factory: pytest.TempPathFactory, way: str) -> Path:
+def traced(tmp_path_factory: pytest.TempPathFactory, transport: str) -> Path:
     """The traces of a job whose collectives overlap: two in the background at a time."""
 
     def run(comm: Communicator) -> None:
@@ -259,7 +259,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory, way: str) -> Path:
 
     folder = tmp_path_factory.mktemp("traced")
     with Daemon(2, f"trace.folder={folder}") as daemon:
-        run_job(configured(daemon.addresses, f"trace.folder={folder}", *over(way)), 2, run, job="overlapping")
+        run_job(configured(daemon.addresses, f"trace.folder={folder}", *over(transport)), 2, run, job="overlapping")
     return folder
 
 
@@ -292,7 +292,7 @@ def test_spans_nest_on_every_track(traced: Path) -> None:
             open_until.append(start - length)
 
 
-def test_the_command_shows_a_table_and_writes_a_timeline(traced: Path, tmp_path: Path, way: str) -> None:
+def test_the_command_shows_a_table_and_writes_a_timeline(traced: Path, tmp_path: Path, transport: str) -> None:
     path = tmp_path / "trace.json"
     result = CliRunner().invoke(main, ["trace", str(traced), "--output", str(path)])
     assert result.exit_code == 0, result.output
@@ -300,7 +300,7 @@ def test_the_command_shows_a_table_and_writes_a_timeline(traced: Path, tmp_path:
     assert heading.startswith("job 'overlapping', 2 ranks, 2 shards; 6 collectives of 1.2M bytes, of 7 recorded")
     first, *others = columns.split()
     assert (first, others[-3:]) == ("whole", ["wakes", "us", "each"])
-    work = IN_MEMORY if way == MEMORY else MESSAGES  # beside them what every lane does
+    work = IN_MEMORY if transport == MEMORY else MESSAGES  # beside them what every lane does
     assert set(work) <= set(others) <= {*work, "scatter", "send", "receive", "wake-up", "wait", "other", *others[-3:]}
     assert max(len(line.rstrip()) for line in result.output.splitlines()) <= TABLE_WIDTH
     assert [row.split()[:2] for row in rows[:4]] == [["rank", "0"], ["rank", "1"], ["shard", "0"], ["shard", "1"]]

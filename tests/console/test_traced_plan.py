@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from local_cluster import Daemon, configured, run_job
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import Communicator
 from omnireduce.console.commands import main
@@ -51,7 +51,7 @@ def train(comm: Communicator) -> None:
     comm.barrier()
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def traced(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     folder = tmp_path_factory.mktemp("traced")
     with Daemon(2) as daemon:
@@ -205,8 +205,10 @@ def test_folders_that_hold_no_whole_job_are_refused(tmp_path: Path) -> None:
     assert f"{empty}: no traces; set trace.folder" in error("--trace", str(empty))
     assert f"{tmp_path / 'nowhere'}: no traces" in error("--trace", str(tmp_path / "nowhere"))
     write(partial, [[TENSOR]], size=3)
-    said = error("--trace", str(partial))
-    assert "expected a trace of each of the 3 ranks of job 'made', got none of rank 1, rank 2; set trace.folder" in said
+    message = error("--trace", str(partial))
+    assert (
+        "expected a trace of each of the 3 ranks of job 'made', got none of rank 1, rank 2; set trace.folder" in message
+    )
     for job in ("one", "other"):
         write(two, [[TENSOR], [TENSOR]], job)
     assert "traces of several jobs, choose one with --job: one, other" in error("--trace", str(two))

@@ -62,15 +62,15 @@ class Ranks:
     def _round(self) -> bool:
         if not any(machine.pending for machine in self.machines):
             return False
-        least = np.min([machine.bytes_of_round() for machine in self.machines], axis=0)
-        told = [machine.news() for machine in self.machines]
-        results = [machine.agree(least) for machine in self.machines]
+        total = np.min([machine.bytes_of_round() for machine in self.machines], axis=0)
+        news = [machine.news() for machine in self.machines]
+        results = [machine.agree(total) for machine in self.machines]
         assert all(result == results[0] for result in results)
         batches, has_news = results[0]
         self.batches += batches
         if has_news:
             for machine in self.machines:
-                machine.take_news(told)
+                machine.take_news(news)
         return bool(batches) or has_news
 
     def _due(self) -> bool:
@@ -97,12 +97,12 @@ def test_every_rank_does_all_in_one_order(seed: int, ranks: int, names: int, ste
     programs: list[list[Request | str]] = [[] for _ in range(ranks)]
     expected: list[str] = []
     for step in range(steps):
-        wanted = [f"w{i}" for i in range(names)]
+        all_names = [f"w{i}" for i in range(names)]
         if rng.random() > alike:
-            wanted = [*rng.sample(wanted, rng.randint(0, names)), f"only {step}"]
-        expected += wanted
+            all_names = [*rng.sample(all_names, rng.randint(0, names)), f"only {step}"]
+        expected += all_names
         for program in programs:
-            submits, waits = (rng.sample(wanted, len(wanted)) for _ in range(2))
+            submits, waits = (rng.sample(all_names, len(all_names)) for _ in range(2))
             program += [request(each) for each in submits]
             program += waits[: rng.randint(0, len(waits))]
     world = Ranks(programs, fusion_bytes=data.draw(st.sampled_from([0, 30, 1000])), seed=seed)
@@ -234,20 +234,20 @@ def test_names_that_come_once_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "most", "expected"),
+    ("sizes", "limit", "expected"),
     [
         ([4, 4, 4], 32, [("r0", "r1"), ("r2",)]),
         ([9, 1, 1], 32, [("r0",), ("r1", "r2")]),
         ([4, 4], 0, [("r0",), ("r1",)]),
     ],
 )
-def test_requests_share_buffers(sizes: list[int], most: int, expected: list[tuple[str, ...]]) -> None:
-    results = fused([request(f"r{i}", elements=n) for i, n in enumerate(sizes)], most)
+def test_requests_share_buffers(sizes: list[int], limit: int, expected: list[tuple[str, ...]]) -> None:
+    results = fused([request(f"r{i}", elements=n) for i, n in enumerate(sizes)], limit)
     assert [each.names for each in results] == expected
 
 
 def test_requests_that_go_between_do_not_end_a_buffer() -> None:
     sums = [request("a"), request("c")]
-    alone, most = Request("d", "barrier"), [request("b", "max"), request("e", "max")]
-    results = fused([sums[0], most[0], sums[1], alone, most[1]], 100)
+    alone, maxima = Request("d", "barrier"), [request("b", "max"), request("e", "max")]
+    results = fused([sums[0], maxima[0], sums[1], alone, maxima[1]], 100)
     assert [each.names for each in results] == [("a", "c"), ("b", "e"), ("d",)]

@@ -123,12 +123,12 @@ def test_other_types_of_numbers(daemon: Daemon, dtype: type) -> None:
 
 def test_ranks_with_other_parameters_or_terms_are_told_so(daemon: Daemon) -> None:
     def run(comm: Communicator) -> list[str]:
-        others, told = [Part(np.dtype(np.float32), (3,)), Part(np.dtype(np.float32), (4 + comm.rank,))], []
+        others, errors = [Part(np.dtype(np.float32), (3,)), Part(np.dtype(np.float32), (4 + comm.rank,))], []
         for parts, loader in ((others, "none"), (PARTS[:2], "none" if comm.rank else "given")):
             with pytest.raises(UsageError) as raised:
                 Averaging(["a", "b"], parts, lambda loader=loader: [("loader", loader)]).average([None, None], comm)
-            told.append(str(raised.value))
-        return told
+            errors.append(str(raised.value))
+        return errors
 
     expected = [
         "'b' differs between ranks: rank 0 has float32[4], rank 1 has float32[5]; expected the same on all ranks",

@@ -179,14 +179,14 @@ def test_what_is_no_plain_data_of_a_state_stays(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"rate": 0.25}, "'rate' differs between ranks: rank 0 has 0.5, rank 2 has 0.25; expected the same on all"),
         ({"betas": (0.9, 0.99)}, "'betas' differs between ranks: rank 0 has nothing, rank 2 has (0.9, 0.99); expected"),
     ],
 )
 def test_optimizers_with_other_numbers_are_told_before_weights_drift_apart(
-    daemon: Daemon, change: dict[str, Any], told: str
+    daemon: Daemon, change: dict[str, Any], message: str
 ) -> None:
     """Their numbers count as they are at the first step. What else they hold may differ."""
 
@@ -202,7 +202,7 @@ def test_optimizers_with_other_numbers_are_told_before_weights_drift_apart(
         distributed.step([np.ones(3, np.float32)])
         return str(raised.value)
 
-    assert all(each.startswith(told) for each in on_ranks(daemon, run))
+    assert all(each.startswith(message) for each in on_ranks(daemon, run))
 
 
 def test_models_that_differ_are_told_on_all_ranks(daemon: Daemon) -> None:

@@ -21,12 +21,12 @@ from omnireduce.data_parallel.queue import Queue
 RANKS, STEPS = 2, ALIKE_STEPS + 4
 
 
-def own(rank: int, shape: tuple[int, ...] = (6, 2), dtype: str = "float32") -> Array:
+def array_of(rank: int, shape: tuple[int, ...] = (6, 2), dtype: str = "float32") -> Array:
     return (np.arange(np.prod(shape)).reshape(shape) * (rank + 1) % 7).astype(dtype)
 
 
 def everyone(**named: Any) -> list[Array]:
-    return [own(rank, **named) for rank in range(RANKS)]
+    return [array_of(rank, **named) for rank in range(RANKS)]
 
 
 def in_steps(daemon: Daemon, do: Callable[[Queue], None]) -> None:
@@ -46,7 +46,7 @@ def in_steps(daemon: Daemon, do: Callable[[Queue], None]) -> None:
 
 def test_arrays_of_a_group_are_done_together(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        arrays = [own(queue.rank, dtype=name) for name in ("float32", "float64", "int32")]
+        arrays = [array_of(queue.rank, dtype=name) for name in ("float32", "float64", "int32")]
         result = queue.grouped_allreduce_async(arrays, name="g", op="max").wait(60)
         expected = [np.max(everyone(dtype=name), axis=0) for name in ("float32", "float64", "int32")]
         assert all((a == b).all() for a, b in zip(result, expected, strict=True))
@@ -100,11 +100,11 @@ def test_products_are_rounded_and_not_factors(daemon: Daemon, dtype: type) -> No
 @pytest.mark.parametrize("elements", [20, 300_000])
 def test_sums_are_scaled(daemon: Daemon, elements: int) -> None:
     def do(queue: Queue) -> None:
-        x, out = own(queue.rank, shape=(elements,)), np.empty(elements, np.float32)
+        x, out = array_of(queue.rank, shape=(elements,)), np.empty(elements, np.float32)
         result = queue.allreduce_async(x, name="w", out=out, prescale=0.5, postscale=4).wait(60)
         assert result is out
         assert (result == 2 * np.sum(everyone(shape=(elements,)), axis=0)).all()
-        assert (x == own(queue.rank, shape=(elements,))).all()
+        assert (x == array_of(queue.rank, shape=(elements,))).all()
 
     in_steps(daemon, do)
 
@@ -112,7 +112,7 @@ def test_sums_are_scaled(daemon: Daemon, elements: int) -> None:
 @pytest.mark.parametrize("elements", [20, 300_000])
 def test_means_of_integers_are_rounded_towards_zero(daemon: Daemon, elements: int) -> None:
     def do(queue: Queue) -> None:
-        x = own(queue.rank, shape=(elements,), dtype="int64") - 3
+        x = array_of(queue.rank, shape=(elements,), dtype="int64") - 3
         queue.allreduce_async(x, name="w", op="mean").wait(60)
         total = np.sum(everyone(shape=(elements,), dtype="int64"), axis=0) - 3 * RANKS
         assert (total < 0).any()
@@ -138,7 +138,7 @@ def test_rows_are_added_by_number(daemon: Daemon) -> None:
 
 def test_arrays_of_other_lengths_are_gathered(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        mine = own(queue.rank)[: 2 + queue.rank]
+        mine = array_of(queue.rank)[: 2 + queue.rank]
         result = queue.allgather_async(mine, name="g").wait(60)
         assert (result == np.concatenate([each[: 2 + rank] for rank, each in enumerate(everyone())])).all()
 
@@ -147,7 +147,7 @@ def test_arrays_of_other_lengths_are_gathered(daemon: Daemon) -> None:
 
 def test_the_root_gives_all(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        assert (queue.broadcast_async(own(queue.rank), 1, name="b").wait(60) == own(1)).all()
+        assert (queue.broadcast_async(array_of(queue.rank), 1, name="b").wait(60) == array_of(1)).all()
 
     in_steps(daemon, do)
 
@@ -155,11 +155,11 @@ def test_the_root_gives_all(daemon: Daemon) -> None:
 def test_parts_are_exchanged(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
         rank = queue.rank
-        rows, counts = queue.alltoall_async(own(rank), np.array([[1, 5], [4, 2]][rank]), name="x").wait(60)
+        rows, counts = queue.alltoall_async(array_of(rank), np.array([[1, 5], [4, 2]][rank]), name="x").wait(60)
         assert counts.tolist() == [[1, 4], [5, 2]][rank]
-        sent = [own(0)[:1], own(1)[:4]] if rank == 0 else [own(0)[1:], own(1)[4:]]
+        sent = [array_of(0)[:1], array_of(1)[:4]] if rank == 0 else [array_of(0)[1:], array_of(1)[4:]]
         assert (rows == np.concatenate(sent)).all()
-        rows, counts = queue.alltoall_async(own(rank), name="even").wait(60)
+        rows, counts = queue.alltoall_async(array_of(rank), name="even").wait(60)
         assert (rows == np.concatenate([each[3 * rank :][:3] for each in everyone()])).all()
 
     in_steps(daemon, do)
@@ -167,7 +167,7 @@ def test_parts_are_exchanged(daemon: Daemon) -> None:
 
 def test_sums_are_scattered(daemon: Daemon) -> None:
     def do(queue: Queue) -> None:
-        result = queue.reducescatter_async(own(queue.rank, shape=(5, 2)), name="r", op="sum").wait(60)
+        result = queue.reducescatter_async(array_of(queue.rank, shape=(5, 2)), name="r", op="sum").wait(60)
         assert (result == np.array_split(np.sum(everyone(shape=(5, 2)), axis=0), RANKS)[queue.rank]).all()
 
     in_steps(daemon, do)
@@ -217,7 +217,7 @@ def test_what_cannot_be_is_refused(daemon: Daemon) -> None:
 
     def run(comm: Communicator) -> None:
         queue = Queue(comm)
-        for wrong, told in [
+        for wrong, message in [
             (
                 lambda: queue.allreduce_async(x, name="w", op="median"),
                 "op 'median' of 'w', which is float32: expected one of",
@@ -236,7 +236,7 @@ def test_what_cannot_be_is_refused(daemon: Daemon) -> None:
             (lambda: queue.alltoall_async(x, np.array([1, 2]), name="w"), "expected 2 numbers that add up to 4"),
             (lambda: queue.allreduce_rows_async(np.array([4]), x[:1], 4, name="w"), "indices from 4 to 4"),
         ]:
-            with pytest.raises(UsageError, match=told):
+            with pytest.raises(UsageError, match=message):
                 wrong()
         comm.barrier(name="end")
         queue.close()

@@ -98,10 +98,10 @@ def test_what_all_ranks_refuse(daemon: Daemon) -> None:
     assert run_on_queues(daemon, work, size=3) == [3.0] * 3
 
 
-@pytest.mark.parametrize("most", ["1_000_000", "2000"])
-def test_an_object_that_cannot_be_sent(daemon: Daemon, most: str) -> None:
+@pytest.mark.parametrize("limit", ["1_000_000", "2000"])
+def test_an_object_that_cannot_be_sent(daemon: Daemon, limit: str) -> None:
     """For what it is, or for its size; of the root, or of one of all."""
-    what = LOCK if most == "1_000_000" else b"x" * 3000
+    what = LOCK if limit == "1_000_000" else b"x" * 3000
 
     def work(queue: Queue) -> list[str]:
         results = []
@@ -119,7 +119,7 @@ def test_an_object_that_cannot_be_sent(daemon: Daemon, most: str) -> None:
                     results.append(str(caught.value))
         return results
 
-    own, *others = run_on_queues(daemon, work, f"protocol.max_part_bytes={most}", size=3)
+    own, *others = run_on_queues(daemon, work, f"protocol.max_part_bytes={limit}", size=3)
     assert all(("lock is no plain data" if what is LOCK else "bytes to send; expected") in each for each in own)
     assert others == [[f"rank 0 refused its part: {each}" for each in own]] * 2
 

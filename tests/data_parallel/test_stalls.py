@@ -16,10 +16,10 @@ from omnireduce.data_parallel.stalls import Stall, describe_stalls, stalls
 
 
 def test_who_is_missing_where() -> None:
-    told = [[("a", 9.0), ("b", 1.0)], [("b", 2.0)], [("a", 3.0), ("b", 1.0)], []]
-    assert stalls(told, [3], 2) == [Stall("a", 9.0, (0, 2), (1,))]
-    assert stalls(told, [], 2) == [Stall("a", 9.0, (0, 2), (1, 3)), Stall("b", 2.0, (0, 1, 2), (3,))]
-    assert stalls(told, [1, 3], 0) == []
+    reports = [[("a", 9.0), ("b", 1.0)], [("b", 2.0)], [("a", 3.0), ("b", 1.0)], []]
+    assert stalls(reports, [3], 2) == [Stall("a", 9.0, (0, 2), (1,))]
+    assert stalls(reports, [], 2) == [Stall("a", 9.0, (0, 2), (1, 3)), Stall("b", 2.0, (0, 1, 2), (3,))]
+    assert stalls(reports, [1, 3], 0) == []
 
 
 def test_many_names_are_cut() -> None:
@@ -55,5 +55,5 @@ def test_a_rank_that_skips_a_tensor_is_named(daemon: Daemon, caplog: pytest.LogC
     ended = threading.Event()
     with caplog.at_level(logging.WARNING, "omnireduce"):
         run_job(configured(daemon.addresses, "stall.warn_s=0.2", "stall.abort_s=1.0"), 2, run)
-    told = r"stalled: rank 1 has not come to 'w1', for which rank 0 waits since \d+ s"
-    assert any(re.fullmatch(told, message) for message in caplog.messages), caplog.messages
+    warning = r"stalled: rank 1 has not come to 'w1', for which rank 0 waits since \d+ s"
+    assert any(re.fullmatch(warning, message) for message in caplog.messages), caplog.messages

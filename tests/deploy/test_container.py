@@ -126,33 +126,37 @@ def locked() -> dict[str, tuple[Version, int]]:
 
 def unmet(requirements: Iterable[str]) -> list[str]:
     """The requirements that the lock does not meet."""
-    result, asked = locked(), [Requirement(requirement) for requirement in requirements]
-    lines = {each.name: result.get(canonicalize_name(each.name)) for each in asked}
-    return [str(each) for each in asked if not (at := lines[each.name]) or not each.specifier.contains(at[0])]
+    result, required = locked(), [Requirement(requirement) for requirement in requirements]
+    lines = {each.name: result.get(canonicalize_name(each.name)) for each in required}
+    return [str(each) for each in required if not (at := lines[each.name]) or not each.specifier.contains(at[0])]
 
 
 def test_the_lock_has_all_that_the_image_installs() -> None:
     """The lock has one version of every package, with the hashes of its files; lock.sh writes it."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = pyproject["project"]
-    wanted = [
+    required = [
         *project["dependencies"],
         *project["optional-dependencies"]["mpi"],
         *pyproject["build-system"]["requires"],
     ]
-    assert unmet(wanted) == []
+    assert unmet(required) == []
     assert unmet(["numpy>=99", "no-such-package"]) == ["numpy>=99", "no-such-package"]
     assert all(hashes for _, hashes in locked().values())
     assert "://" not in LOCK.read_text()
-    here = {canonicalize_name(distribution.name): distribution for distribution in importlib.metadata.distributions()}
+    installed = {
+        canonicalize_name(distribution.name): distribution for distribution in importlib.metadata.distributions()
+    }
     for name in locked().keys() - {"setuptools"}:  # their requirements are locked, too
-        assert unmet(needs_of(here[name])) == []
+        assert unmet(needs_of(installed[name])) == []
 
 
 def needs_of(package: importlib.metadata.Distribution) -> list[str]:
     """Requirements of an installed package on this machine, without its extras."""
-    asked = [Requirement(each) for each in package.requires or []]
-    return [f"{each.name}{each.specifier}" for each in asked if not each.marker or each.marker.evaluate({"extra": ""})]
+    required = [Requirement(each) for each in package.requires or []]
+    return [
+        f"{each.name}{each.specifier}" for each in required if not each.marker or each.marker.evaluate({"extra": ""})
+    ]
 
 
 def test_pip_takes_only_what_is_locked() -> None:
@@ -185,8 +189,8 @@ def build(
 
 
 def test_the_base_is_resolved_once_and_recorded(tmp_path: Path) -> None:
-    status, said, calls = build(tmp_path, "mine:1", digest=f"python@{DIGEST}")
-    assert status == 0, said
+    status, output, calls = build(tmp_path, "mine:1", digest=f"python@{DIGEST}")
+    assert status == 0, output
     assert [call[0] for call in calls] == ["pull", "image", "build", "build"]
     lock = tmp_path / "deploy" / "container" / "base.lock"
     assert lock.read_text().splitlines()[1:] == [f"python@{DIGEST}"]
@@ -194,10 +198,10 @@ def test_the_base_is_resolved_once_and_recorded(tmp_path: Path) -> None:
         assert call[call.index("--build-arg") + 1] == f"BASE=python@{DIGEST}"
         assert (call[call.index("--target") + 1], call[call.index("-t") + 1]) == (target, name)
 
-    status, said, calls = build(tmp_path, "mine:2", digest="never asked")  # from the record
+    status, output, calls = build(tmp_path, "mine:2", digest="never asked")  # from the record
     assert (status, [call[0] for call in calls]) == (0, ["build", "build"])
     other = DIGEST.replace("0", "f")
-    status, said, calls = build(tmp_path, "--update", "mine:3", digest=f"python@{other}", base="python:3.11-slim")
+    status, output, calls = build(tmp_path, "--update", "mine:3", digest=f"python@{other}", base="python:3.11-slim")
     assert (status, calls[0], calls[2][4]) == (0, ["pull", "python:3.11-slim"], f"BASE=python@{other}")
     assert build(tmp_path, "mine:4", base="python:3.11-slim")[0] == 2  # another base than the record's
 
@@ -212,26 +216,26 @@ PUSH = {  # output of a push: docker writes the digest in its last line, podman 
 def test_what_is_pushed_is_told_by_digest(tmp_path: Path, tool: str) -> None:
     """That of the registry: the files of kubernetes/ name images so."""
     step = PUSH.get(tool, "").replace("DIGEST", DIGEST)
-    status, said, calls = build(tmp_path, "--push", "here.example/mine:1", digest=f"python@{DIGEST}", push=step)
+    status, output, calls = build(tmp_path, "--push", "here.example/mine:1", digest=f"python@{DIGEST}", push=step)
     pushed = [call[-1] for call in calls if call[0] == "push" and call[1:] != ["--help"]]
     if tool == "other":
         assert status == 2
-        assert "here.example/mine:1 is pushed, but " in said
+        assert "here.example/mine:1 is pushed, but " in output
         return
-    assert status == 0, said
+    assert status == 0, output
     assert pushed == ["here.example/mine:1", "here.example/mine-mpi:1"]
     names = ["here.example/mine", "here.example/mine-mpi"]
-    assert [line for line in said.splitlines() if "@" in line] == [f"{name}@{DIGEST}" for name in names]
+    assert [line for line in output.splitlines() if "@" in line] == [f"{name}@{DIGEST}" for name in names]
 
 
 @pytest.mark.parametrize("digest", ["", "python:3.11-slim", "python@sha256:0123", f"python@{DIGEST}0", f"@{DIGEST}"])
 def test_a_base_without_a_digest_is_refused(tmp_path: Path, digest: str) -> None:
-    status, said, calls = build(tmp_path, "mine:1", digest=digest)
+    status, output, calls = build(tmp_path, "mine:1", digest=digest)
     assert (status, [call[0] for call in calls]) == (2, ["pull", "image"])
-    assert f"the base is '{digest}', expected one line NAME@sha256:DIGEST" in said
+    assert f"the base is '{digest}', expected one line NAME@sha256:DIGEST" in output
     assert not (tmp_path / "deploy" / "container" / "base.lock").exists()
     (tmp_path / "deploy" / "container" / "base.lock").write_text(f"{digest}\n")
-    status, said, calls = build(tmp_path, "mine:1")
+    status, output, calls = build(tmp_path, "mine:1")
     assert (status, calls) == (2, [])
 
 

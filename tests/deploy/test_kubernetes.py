@@ -101,11 +101,11 @@ def test_a_pod_may_do_little(name: str) -> None:
 
 def test_the_secret_is_a_file_that_a_group_reads(settings: Path) -> None:
     """No variable has it, and no command line when it is made."""
-    said = load_config(settings, environ={}).security.secret_file
+    path = load_config(settings, environ={}).security.secret_file
     for name in ("aggregator", "worker"):
         container, pod = container_of(pods()[name]), pods()[name]
         [mount] = [each for each in container["volumeMounts"] if each["name"] == "secret"]
-        assert f"{mount['mountPath']}/secret" == said
+        assert f"{mount['mountPath']}/secret" == path
         assert mount["readOnly"]
         [volume] = [each["secret"] for each in pod["volumes"] if each["name"] == "secret"]
         assert volume == {"secretName": "omnireduce", "defaultMode": 0o440}
@@ -211,9 +211,9 @@ def test_the_training_runs_what_its_launcher_says(settings: Path) -> None:
     assert launcher["image"] == worker["image"]
     assert worker["readinessProbe"]["tcpSocket"]["port"] == 2222
     start = as_here(["omnireduce", "aggregator", "--config", str(settings)])
-    here = {"OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0", "OMNIREDUCE_METRICS_LISTEN": ""}
+    overrides = {"OMNIREDUCE_AGGREGATOR_LISTEN": "127.0.0.1:0", "OMNIREDUCE_METRICS_LISTEN": ""}
     here_secret = {"OMNIREDUCE_SECURITY_SECRET_FILE": str(settings.parent / "secret")}
-    with aggregator(start, here, here_secret) as (_, addresses):
+    with aggregator(start, overrides, here_secret) as (_, addresses):
         variables = here_secret | {each["name"]: each["value"] for each in launcher["env"] if "value" in each}
         assert variables.pop("OMNIREDUCE_CONFIG").endswith(f"/{settings.name}")
         quoted = ", ".join(f'"{address}"' for address in addresses)
@@ -294,11 +294,11 @@ for path in ("/etc", "/opt", "/run/secrets/omnireduce", "/var/cache/omnireduce",
 print(oct(os.stat("/run/secrets/omnireduce/secret").st_mode & 0o777))
 """
     with Process(*pod_command(tmp_path, pod, mounted, [sys.executable, "-c", code])) as process:
-        said = [process.line() for _ in range(6)]
+        lines = [process.line() for _ in range(6)]
     refused = {"Read-only file system", "Permission denied"}
-    assert {said[0], said[1], said[2], said[4]} <= refused
-    assert said[3] == "written /var/cache/omnireduce"
-    assert said[5] == "0o440"
+    assert {lines[0], lines[1], lines[2], lines[4]} <= refused
+    assert lines[3] == "written /var/cache/omnireduce"
+    assert lines[5] == "0o440"
 
 
 def test_the_launcher_reaches_a_worker_and_none_that_is_not_of_the_job(
@@ -318,10 +318,10 @@ def test_the_launcher_reaches_a_worker_and_none_that_is_not_of_the_job(
         return pod_command(tmp_path / part, pod, mounted | {"ssh": key}, command, IMAGE, hosts)
 
     def ssh(part: str, key: dict[str, str], *options: str) -> tuple[int, str, str]:
-        asked = (
+        arguments = (
             "id -u; id -G; cat /run/secrets/omnireduce/secret; echo $PATH; touch /run/omnireduce/home/x && echo made"
         )
-        command = in_pod("launcher", part, key, ["ssh", *options, host, asked])
+        command = in_pod("launcher", part, key, ["ssh", *options, host, arguments])
         enter = ["nsenter", f"--net=/proc/{sshd.pid}/ns/net", *command]
         result = subprocess.run(enter, capture_output=True, text=True, timeout=WAIT_S, check=False)
         return result.returncode, result.stdout, result.stderr
@@ -333,17 +333,17 @@ def test_the_launcher_reaches_a_worker_and_none_that_is_not_of_the_job(
         assert sshd.popen.poll() is None, sshd.log
         assert ssh("1", keys["job"]) == (0, f"10001\n10001\n{SECRET}{IMAGE_PATH}\nmade\n", "")
         stranger = keys["job"] | {"id_rsa": keys["other"]["id_rsa"]}  # has the private key of another job
-        status, said, why = ssh("2", stranger)
-        assert (status, said) == (255, "")
+        status, output, why = ssh("2", stranger)
+        assert (status, output) == (255, "")
         assert "Permission denied (publickey)" in why
         mixed = keys["job"] | {
             "id_rsa.pub": keys["other"]["id_rsa.pub"]
         }  # a host whose key another job's key has signed
-        status, said, why = ssh("3", mixed)
-        assert (status, said) == (255, "")
+        status, output, why = ssh("3", mixed)
+        assert (status, output) == (255, "")
         assert "Host key verification failed" in why
-        status, said, why = ssh("4", keys["job"], "-oUser=root")
-        assert (status, said) == (255, "")
+        status, output, why = ssh("4", keys["job"], "-oUser=root")
+        assert (status, output) == (255, "")
 
 
 PATH = "/usr/sbin:/usr/bin:/sbin:/bin"

@@ -53,7 +53,7 @@ def panels() -> list[dict[str, Any]]:
     return result
 
 
-def asked() -> Iterator[tuple[str, str]]:
+def expressions() -> Iterator[tuple[str, str]]:
     """All expressions, and the texts that show their labels."""
     for rule in rules():
         yield rule["expr"], " ".join(rule["annotations"].values())
@@ -67,7 +67,7 @@ def asked() -> Iterator[tuple[str, str]]:
 
 
 def test_metrics_and_labels_exist(exported: dict[str, set[str]]) -> None:
-    for expression, text in asked():
+    for expression, text in expressions():
         names = NAME.findall(expression)
         assert names, expression
         assert set(names) <= exported.keys(), expression
@@ -81,7 +81,9 @@ def test_metrics_and_labels_exist(exported: dict[str, set[str]]) -> None:
 
 def test_what_is_about_jobs_tells_teams_apart(exported: dict[str, set[str]]) -> None:
     """The names of jobs of two teams may be the same."""
-    about_jobs = [each for each in asked() if "team" in set.union(*(exported[name] for name in NAME.findall(each[0])))]
+    about_jobs = [
+        each for each in expressions() if "team" in set.union(*(exported[name] for name in NAME.findall(each[0])))
+    ]
     assert len(about_jobs) > 10
     for expression, text in about_jobs:
         grouped = BY.findall(expression)

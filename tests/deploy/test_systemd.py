@@ -130,14 +130,14 @@ def test_the_unit_gives_the_service_the_group_that_reads_the_secret() -> None:
 
 def test_without_its_secret_the_service_says_what_is_missing(tmp_path: Path) -> None:
     """It listens beyond loopback, as the unit has it."""
-    for file, said in (
+    for file, message in (
         (str(tmp_path / "none"), f"security.secret_file: {tmp_path}/none cannot be read: No such file"),
         ("", "without a secret all of them may join: give security.secret_file"),
     ):
         environ = {"OMNIREDUCE_SECURITY_SECRET_FILE": file}
         with Process(*as_here(["omnireduce", "aggregator", "--config", str(SETTINGS)]), environ=environ) as process:
             assert process.wait(READY_S) == 2
-            assert said in process.log
+            assert message in process.log
 
 
 def test_limits_and_times_fit_the_configuration() -> None:

@@ -67,15 +67,15 @@ class Campaign:
                 self._play(plan, mortal if plan.fault == "kill shard" else lasting)
         self._sum_up(time.monotonic() - started, lasting, mortal)
 
-    def _play(self, plan: Plan, place: _Place) -> None:
+    def _play(self, plan: Plan, current: _Place) -> None:
         try:
-            outcome = place.play(plan)
+            outcome = current.play(plan)
         except AssertionError as error:
-            log = place.site.daemon.log.splitlines()[-LOG_LINES:] if place.site else []
+            log = current.site.daemon.log.splitlines()[-LOG_LINES:] if current.site else []
             self.failed.append(plan)
             replay = f"replay: {COMMAND} --seed {plan.seed} --rounds 1"
             self.say("\n  ".join([f"{plan.seed} FAILED: {plan}", *str(error).splitlines(), "daemon:", *log, replay]))
-            place.__exit__(type(error), error, error.__traceback__)
+            current.__exit__(type(error), error, error.__traceback__)
             return
         self.counts[plan.kind] += 1
         self.reactions += len(outcome.reactions)
@@ -83,15 +83,15 @@ class Campaign:
             slowest = self.slowest.setdefault(plan.kind, reaction)
             if reaction.seconds / reaction.bound_s > slowest.seconds / slowest.bound_s:
                 self.slowest[plan.kind] = reaction
-        said = ", ".join(map(str, outcome.reactions)) or "nobody minds"
-        self.say(f"{plan.seed} {plan}: {said}")
+        reactions = ", ".join(map(str, outcome.reactions)) or "nobody minds"
+        self.say(f"{plan.seed} {plan}: {reactions}")
 
     def _sum_up(self, seconds: float, *places: _Place) -> None:
         for kind, count in sorted(self.counts.items()):
             slowest = self.slowest.get(kind)
             reaction = f"; slowest: {slowest} of {1000 * slowest.bound_s:.0f}" if slowest else ""
             self.say(f"{kind}: {count} rounds{reaction}")
-        for number, (first, last) in enumerate((site for place in places for site in place.sites), 1):
+        for number, (first, last) in enumerate((site for current in places for site in current.sites), 1):
             for shard, (before, after) in enumerate(zip(first, last, strict=True)):
                 self.say(f"daemon {number}, shard {shard}: at first {before}, at the end {after}")
         total = self.counts.total() + len(self.failed)

@@ -150,7 +150,7 @@ def flatness(who: str, history: Sequence[Held]) -> tuple[bool, str]:
     parts = history[quarter : 2 * quarter], history[-quarter:]
     memory = [median(each.memory for each in part) for part in parts]
     files = [max(each.files for each in part) for part in parts]
-    most = WORKER_GROWTH_BYTES if who.startswith("worker") else GROWTH_BYTES
-    flat = memory[1] - memory[0] <= most and files[1] <= files[0]
+    limit = WORKER_GROWTH_BYTES if who.startswith("worker") else GROWTH_BYTES
+    flat = memory[1] - memory[0] <= limit and files[1] <= files[0]
     text = f"{memory[0] / 2**20:.2f} to {memory[1] / 2**20:.2f} MiB, {files[0]} to {files[1]} descriptors"
     return flat, f"{who}: {text}{'' if flat else ' NOT FLAT'}"

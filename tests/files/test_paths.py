@@ -215,11 +215,11 @@ def test_paths_of_a_launch(home: Path) -> None:
     for name, text in (("hosts", "node1 slots=2\r\n"), ("key", ""), ("find.sh", ""), ("c.toml", "")):
         (home / name).write_text(text)
     (home / "launch.yaml").write_text("hostfile: hosts\noutput-filename: out\nssh-identity-file: key\n")
-    asked = read_words(["--config-file", "~/launch.yaml", "--config", "~/c.toml", "--timeline", "~/t", "true"])
-    assert asked.hosts == [Host("node1", 2)]
-    assert (asked.output_folder, asked.ssh) == (str(home / "out"), f"ssh -i {home / 'key'}")
-    assert asked.environ["OMNIREDUCE_CONFIG"] == str(home / "c.toml")
-    assert asked.environ["HOROVOD_TIMELINE"] == str(home / "t")
+    request = read_words(["--config-file", "~/launch.yaml", "--config", "~/c.toml", "--timeline", "~/t", "true"])
+    assert request.hosts == [Host("node1", 2)]
+    assert (request.output_folder, request.ssh) == (str(home / "out"), f"ssh -i {home / 'key'}")
+    assert request.environ["OMNIREDUCE_CONFIG"] == str(home / "c.toml")
+    assert request.environ["HOROVOD_TIMELINE"] == str(home / "t")
     for name, script in (
         ("~/find.sh", home / "find.sh"),
         ("./find.sh", Path.cwd() / "find.sh"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from local_cluster import Daemon
-from ranks_of import SIZE, Told, run_ranks, told
+from ranks_of import SIZE, Told, reports_in, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +18,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(daemon: Daemon, folder: Path, request: pytest.FixtureRequest) -> Told:
     """Of `SIZE` ranks."""
-    return told(run_ranks(daemon, SIZE, request.module.WORKER, str(folder)))
+    return reports_in(run_ranks(daemon, SIZE, request.module.WORKER, str(folder)))
 
 
 @pytest.fixture(scope="module")
 def alone(daemon: Daemon, folder: Path, request: pytest.FixtureRequest) -> Told:
     """Report of a single process that trains on the batches of all ranks."""
-    return told(run_ranks(daemon, 0, request.module.WORKER, str(folder)))
+    return reports_in(run_ranks(daemon, 0, request.module.WORKER, str(folder)))

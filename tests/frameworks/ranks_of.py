@@ -53,7 +53,7 @@ def two_ranks(daemon: Daemon, launch: str, *command: str) -> Iterator[list[Proce
         ]
 
 
-def told(text: str) -> Told:
+def reports_in(text: str) -> Told:
     """Reports of ranks, from lines of JSON, by kind."""
     lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     results: Told = {}

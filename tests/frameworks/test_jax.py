@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from local_cluster import ROOT, WAIT_S, Daemon
-from ranks_of import SIZE, Told, assert_trained_alike, needs_mpirun, run_ranks, told, two_ranks
+from ranks_of import SIZE, Told, assert_trained_alike, needs_mpirun, reports_in, run_ranks, two_ranks
 
 WORKER = str(ROOT / "tests/frameworks/jax_worker.py")
 TRAINED = "compiled", "direct", "transformed", "uneven", "uneven, transformed"
@@ -77,8 +77,8 @@ def test_errors_of_callbacks_reach_the_caller(ranks: Told) -> None:
         assert direct == compiled
         assert "mean" in direct
         assert root == "root 3: expected 0 to 2"
-        said = "differs between ranks: rank 0 has float32[2], rank 1 has float32[3]; expected the same on all ranks"
-        assert differs == [f"'tree['w']' {said}", f"'tree' {said}"]
+        message = "differs between ranks: rank 0 has float32[2], rank 1 has float32[3]; expected the same on all ranks"
+        assert differs == [f"'tree['w']' {message}", f"'tree' {message}"]
         assert key == compiled_key
         assert key.startswith(
             "a leaf is a key of jax.random, which is no array of numbers; expected its jax.random.key"
@@ -95,7 +95,7 @@ def test_what_one_rank_refuses_reaches_the_others(ranks: Told) -> None:
 
 def test_a_rank_that_dies_ends_a_compiled_step_of_the_others(daemon: Daemon, tmp_path: Path) -> None:
     with two_ranks(daemon, tmp_path.name, WORKER, str(tmp_path), "dies") as (first, second):
-        assert told(first.line())["died"] == [{"rank": 0, "way": "died", "step": 3, "culprit": ["rank", "1"]}]
+        assert reports_in(first.line())["died"] == [{"rank": 0, "way": "died", "step": 3, "culprit": ["rank", "1"]}]
         assert [first.wait(WAIT_S), second.wait(WAIT_S)] == [0, -signal.SIGKILL]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from local_cluster import ROOT, Daemon
-from ranks_of import SIZE, Told, assert_trained_alike, needs_mpirun, run_ranks, told, two_ranks
+from ranks_of import SIZE, Told, assert_trained_alike, needs_mpirun, reports_in, run_ranks, two_ranks
 
 WORKER = str(ROOT / "tests/frameworks/needle_worker.py")
 TRAINED = "as in the tutorial", "with uneven batches"
@@ -60,7 +60,7 @@ def test_the_variables_of_torchrun_say_who_is_who(daemon: Daemon, folder: Path, 
     """Two ranks: the batches of twelve can be divided among them, too."""
     with two_ranks(daemon, tmp_path.name, WORKER, str(folder)) as processes:
         lines = [process.line() for process in processes]
-        assert [each["rank"] for each in told("\n".join(lines))["as in the tutorial"]] == [0, 1]
+        assert [each["rank"] for each in reports_in("\n".join(lines))["as in the tutorial"]] == [0, 1]
         assert [process.wait() for process in processes] == [0, 0]
 
 

@@ -88,7 +88,7 @@ def frames(data: bytes) -> Iterator[bytes]:
 
 def _say(peer: socket.socket, data: bytes, turn: Callable[[], object]) -> bytes:
     """Send a frame, let the other side work, and return what it has said."""
-    said = b""
+    answer = b""
     for _ in range(TURNS):
         with contextlib.suppress(BlockingIOError):
             try:
@@ -97,9 +97,9 @@ def _say(peer: socket.socket, data: bytes, turn: Callable[[], object]) -> bytes:
                 data = b""
         turn()
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            said += peer.recv(1 << 20)
+            answer += peer.recv(1 << 20)
         if not data:
-            return said
+            return answer
     raise AssertionError("the other side does not read")
 
 
@@ -135,11 +135,11 @@ def proven(data: bytes) -> str:
 def _connection(data: bytes, teams: Teams | None) -> str:
     limits = Limits(max_jobs=4, max_world_size=MAX_RANKS, max_job_bytes=MAX_BYTES, join_timeout_s=60.0)
     server = ShardServer("a:1", [], limits, finish_s=0.0, access=FixedNonce(teams))
-    said = b""
+    answers = b""
     with wired() as (link, peer):
         server.adopt(link)
         for frame in frames(data):
-            said += _say(peer, frame, lambda: server.turn(0.0))
+            answers += _say(peer, frame, lambda: server.turn(0.0))
         peer.shutdown(socket.SHUT_WR)
         for _ in range(TURNS):
             server.turn(0.0)
@@ -157,11 +157,11 @@ def _connection(data: bytes, teams: Teams | None) -> str:
     kept += [membership._compilers._by_connection, membership._compilers._last_connections]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason
-        broken, counted = said.count(b"protocol error: "), server._pages._aborts["violation"]
+        broken, counted = answers.count(b"protocol error: "), server._pages._aborts["violation"]
         assert broken <= counted, f"{broken} jobs ended for broken rules, {counted} are counted as that"
-    if b"Pending" in said or b"Welcome" in said:
+    if b"Pending" in answers or b"Welcome" in answers:
         assert any(hello_is_proper(hello) for hello in hellos(data)), "admitted without a proper hello"
-    return _last_word(said)
+    return _last_word(answers)
 
 
 def hellos(data: bytes) -> Iterator[Hello]:
@@ -173,10 +173,10 @@ def hellos(data: bytes) -> Iterator[Hello]:
                 yield message
 
 
-def _last_word(said: bytes) -> str:
+def _last_word(data: bytes) -> str:
     """The kind of the last whole control message."""
     last = "nothing"
-    for frame in frames(said):
+    for frame in frames(data):
         if frame[:1] == bytes([CONTROL]):
             last = type(decode_control(frame[FRAME.size :])).__name__
     return last

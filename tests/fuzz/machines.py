@@ -156,30 +156,30 @@ def plain(data: bytes) -> str:
 def packets(data: bytes) -> str:
     """Play packets of a shard, [number, items] each, to one of two ranks that have sent parts."""
     try:
-        said = dict(msgspec.msgpack.decode(data, type=list[SAID_PACKET], strict=True))
+        decoded = dict(msgspec.msgpack.decode(data, type=list[SAID_PACKET], strict=True))
     except UNDECODABLE:
         return "no packets"
-    numbers = np.array(sorted(said), np.int64)
-    rows = np.full((len(said), PACKET_BYTES), ord("x"), np.uint8)
-    rows[:, -COUNT_BYTES:].view(np.uint64)[:, 0] = [said[number] for number in sorted(said)]
-    some, none = (_unpacked(said, numbers, rows, width) for width in (2, 0))
+    numbers = np.array(sorted(decoded), np.int64)
+    rows = np.full((len(decoded), PACKET_BYTES), ord("x"), np.uint8)
+    rows[:, -COUNT_BYTES:].view(np.uint64)[:, 0] = [decoded[number] for number in sorted(decoded)]
+    some, none = (_unpacked(decoded, numbers, rows, width) for width in (2, 0))
     return some if some != "ProtocolError" else f"{some}, {none} of no bytes"
 
 
-def _unpacked(said: dict[int, int], numbers: Array, rows: Array, width: int) -> str:
+def _unpacked(decoded: dict[int, int], numbers: Array, rows: Array, width: int) -> str:
     """Outcome of the packets, if each item has `width` numbers of 4 bytes."""
     layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, width), np.int32)
     own = packed(np.ones((3, width), np.int32))
     operand = Packets(own, like, layout, Pool().take, rank=0, senders=range(2), max_packets=MOST_PACKETS)
-    operand.put(rows, numbers, np.zeros(len(said), np.bool_), False)
+    operand.put(rows, numbers, np.zeros(len(decoded), np.bool_), False)
     try:
         operand.finish()
     except ProtocolError as error:
-        assert not packets_are_proper(said, MOST_PACKETS, 4 * width)
+        assert not packets_are_proper(decoded, MOST_PACKETS, 4 * width)
         return kind_of(error)
-    assert packets_are_proper(said, MOST_PACKETS, 4 * width)
+    assert packets_are_proper(decoded, MOST_PACKETS, 4 * width)
     assert all(part.shape[1:] == (width,) for part in operand.parts)
-    assert all(len(part) in said.values() for rank, part in enumerate(operand.parts) if rank not in operand.refused)
+    assert all(len(part) in decoded.values() for rank, part in enumerate(operand.parts) if rank not in operand.refused)
     assert all(set(text) == {"x"} for text in operand.refused.values())
     return "refusal" if operand.refused else "parts"
 

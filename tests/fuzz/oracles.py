@@ -108,20 +108,20 @@ def descriptor_is_proper(found: Descriptor) -> bool:
     )
 
 
-def packets_are_proper(said: dict[int, int], most: int, item_bytes: int) -> bool:
+def packets_are_proper(decoded: dict[int, int], limit: int, item_bytes: int) -> bool:
     """Whether these packets, with the number of items that each says if it is the last one, are a part of each of two
     ranks: items of so many bytes, and 8 bytes more, in packets of 1024. Of items of no bytes, made of numbers of 4, an
     array can have fewer than 2**61. A text of up to 600 bytes in one packet says why a part is missing."""
     for rank in (0, 1):
-        mine = [number for number in range(rank * most, (rank + 1) * most) if number in said]
-        if not mine or mine != list(range(rank * most, rank * most + len(mine))):
+        mine = [number for number in range(rank * limit, (rank + 1) * limit) if number in decoded]
+        if not mine or mine != list(range(rank * limit, rank * limit + len(mine))):
             return False
-        if said[mine[-1]] >= 2**63:
-            if len(mine) > 1 or not 0 < said[mine[-1]] - 2**63 <= 600:
+        if decoded[mine[-1]] >= 2**63:
+            if len(mine) > 1 or not 0 < decoded[mine[-1]] - 2**63 <= 600:
                 return False
             continue
-        nbytes = said[mine[-1]] * item_bytes + 8
-        if said[mine[-1]] >= 2**61:
+        nbytes = decoded[mine[-1]] * item_bytes + 8
+        if decoded[mine[-1]] >= 2**61:
             return False
         if not 1024 * (len(mine) - 1) < nbytes <= 1024 * len(mine):
             return False

@@ -79,17 +79,17 @@ def daemon(*, local: bool, secret: str) -> Iterator[Run]:
 
 
 def _disturb(address: str, local: bool, data: bytes) -> str:
-    said = b""
+    answer = b""
     with RawPeer(address, local=local) as peer:
         for frame in frames(data):
             peer.send(frame)
-            if b"Refused" not in said and answered(frame, Greeting, Proof, Hello):
+            if b"Refused" not in answer and answered(frame, Greeting, Proof, Hello):
                 with contextlib.suppress(ConnectionResetError):
-                    said += peer.sock.recv(65536)
+                    answer += peer.sock.recv(65536)
         with contextlib.suppress(OSError):
             peer.sock.shutdown(socket.SHUT_WR)
         assert peer.is_closed(), "the shard keeps a connection whose other end is closed"
-    return "answered" if said else "dropped"
+    return "answered" if answer else "dropped"
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ def data() -> tuple[np.ndarray, np.ndarray]:
     return inputs, targets
 
 
-def own(values: np.ndarray) -> np.ndarray:
+def samples_of_rank(values: np.ndarray) -> np.ndarray:
     """Samples of this rank."""
     return values.reshape(STEPS, hvd.size(), BATCH, -1)[:, hvd.rank()].reshape(STEPS * BATCH, -1)
 
@@ -52,7 +52,7 @@ def fitted(
     model.compile(optimizer, "mse", jit_compile=False if keras.backend.backend() == "tensorflow" else "auto")
     inputs, targets = data()
     if not whole:
-        inputs, targets = own(inputs), own(targets)
+        inputs, targets = samples_of_rank(inputs), samples_of_rank(targets)
     size = BATCH * (hvd.size() if whole else 1)
     model.fit(inputs, targets, batch_size=size, shuffle=False, verbose=0, callbacks=list(callbacks), **more)
     return model
@@ -118,7 +118,7 @@ def adasum() -> dict[str, Any]:
 def eager() -> dict[str, Any]:
     model, (inputs, targets) = model_of(), data()
     model.compile(hvd.DistributedOptimizer(sgd()), "mse", run_eagerly=True)
-    model.fit(own(inputs), own(targets), batch_size=BATCH, shuffle=False, verbose=0)
+    model.fit(samples_of_rank(inputs), samples_of_rank(targets), batch_size=BATCH, shuffle=False, verbose=0)
     return same(model, fitted(sgd(), whole=True))
 
 
@@ -127,7 +127,7 @@ def scaled() -> dict[str, Any]:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=4.0))
     model = model_of()
     model.compile(optimizer, "mse", auto_scale_loss=False, jit_compile=False)
-    inputs, targets = (own(each)[:BATCH].copy() for each in data())
+    inputs, targets = (samples_of_rank(each)[:BATCH].copy() for each in data())
     before = bits(model)
     spoilt = inputs.copy()
     spoilt[0] = np.inf if hvd.rank() == 1 else spoilt[0]
@@ -165,7 +165,9 @@ def dropped_out() -> dict[str, Any]:
         model.jit_compile = False
     inputs, targets = data()
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
-    history = model.fit(own(inputs), own(targets), epochs=3, batch_size=BATCH, verbose=0, callbacks=callbacks).history
+    history = model.fit(
+        samples_of_rank(inputs), samples_of_rank(targets), epochs=3, batch_size=BATCH, verbose=0, callbacks=callbacks
+    ).history
     kept = model.optimizer.variables
     return {"bits": [*bits(model), *(repr(keras.ops.convert_to_numpy(each)) for each in kept), history["loss"]]}
 
@@ -190,7 +192,7 @@ def loaded() -> dict[str, Any]:
         model.save(path)
         plain = keras.models.load_model(path).optimizer
         again = hvd.load_model(path)
-    inputs, targets = (own(each) for each in data())
+    inputs, targets = (samples_of_rank(each) for each in data())
     if keras.backend.backend() == "tensorflow":
         again.compile(again.optimizer, "mse", jit_compile=False)
     for each in (model, again):
@@ -226,7 +228,7 @@ def values() -> dict[str, Any]:
 
 def refused() -> dict[str, Any]:
     """Each collective, by rank 1 alone; the next call of it is sound. Gives what rank 0 is told."""
-    row, number, told = np.ones((2, 3), np.float32), np.float32(1), {}
+    row, number, errors = np.ones((2, 3), np.float32), np.float32(1), {}
     calls: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "allreduce": (lambda: hvd.allreduce(row), lambda: hvd.allreduce(row, op="median")),
         "allgather": (lambda: hvd.allgather(row), lambda: hvd.allgather(number)),
@@ -238,9 +240,9 @@ def refused() -> dict[str, Any]:
         try:
             (wrong if hvd.rank() else proper)()
         except UsageError as error:
-            told[name] = str(error)
+            errors[name] = str(error)
         proper()
-    return {"told": told}
+    return {"told": errors}
 
 
 def averaged_metrics() -> dict[str, Any]:

@@ -24,12 +24,12 @@ def _let_others_go_first() -> None:
         Path("/proc/self/autogroup").write_text("19")
 
 
-def printed(daemon: Daemon, backend: str, *command: str, size: int = 2) -> str:
+def output_of_ranks(daemon: Daemon, backend: str, *command: str, size: int = 2) -> str:
     """Output of `size` ranks of a Python program under mpirun, with a backend of Keras."""
-    return said([str(MPIRUN), "-n", str(size), sys.executable, *command], daemon, backend)
+    return output_of([str(MPIRUN), "-n", str(size), sys.executable, *command], daemon, backend)
 
 
-def said(command: list[str], daemon: Daemon, backend: str, timeout_s: float = 8 * WAIT_S) -> str:
+def output_of(command: list[str], daemon: Daemon, backend: str, timeout_s: float = 8 * WAIT_S) -> str:
     """Output of a command that starts ranks with a backend of Keras."""
     pytest.importorskip(backend, reason=f"no {backend} here; `make torch` and `make keras` install torch and jax")
     environ = os.environ | {
@@ -47,12 +47,12 @@ def said(command: list[str], daemon: Daemon, backend: str, timeout_s: float = 8 
     return result.stdout
 
 
-def ways(text: str) -> dict[str, list[dict[str, Any]]]:
+def reports_in(text: str) -> dict[str, list[dict[str, Any]]]:
     """By way, the lines of the ranks in their order."""
     results: dict[str, list[dict[str, Any]]] = {}
     for line in text.splitlines():
         if line.startswith("{"):
-            told = json.loads(line)
-            assert told.pop("rank") == len(results.setdefault(told.pop("way"), []))
-            results[line.split('"way": "')[1].split('"')[0]].append(told)
+            report = json.loads(line)
+            assert report.pop("rank") == len(results.setdefault(report.pop("way"), []))
+            results[line.split('"way": "')[1].split('"')[0]].append(report)
     return results

@@ -86,14 +86,14 @@ def test_a_staircase_changes_once_in_an_epoch() -> None:
 
 
 def test_without_a_staircase_epochs_are_fractions() -> None:
-    asked: list[float] = []
+    epochs: list[float] = []
 
     def multiplier(epoch: float) -> float:
-        asked.append(epoch)
+        epochs.append(epoch)
         return 1.0
 
     fitted(hvd.callbacks.LearningRateScheduleCallback(1.0, multiplier, staircase=False), epochs=2, steps=4)
-    assert asked == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]
+    assert epochs == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75]
 
 
 def test_a_number_as_multiplier() -> None:
@@ -135,13 +135,13 @@ def test_steps_that_nobody_knows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: hvd.callbacks.LearningRateWarmupCallback(-1.0), "initial_lr is -1.0: expected a learning rate"),
         (lambda: hvd.callbacks.LearningRateScheduleCallback(None, 1.0), "initial_lr is None: expected"),
         (lambda: hvd.callbacks.LearningRateWarmupCallback(1.0, -1), "warmup_epochs is -1: expected 0 or more"),
     ],
 )
-def test_arguments_that_cannot_be(make: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_arguments_that_cannot_be(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make()

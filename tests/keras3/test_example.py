@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from launched import said
+from launched import output_of
 from local_cluster import ROOT, WAIT_S, Daemon
 
 PROGRAM = [sys.executable, str(ROOT / "examples/keras_warmup.py")]
@@ -22,7 +22,7 @@ def read_right(text: str) -> list[float]:
 def test_more_ranks_learn_as_well_with_a_warm_up(daemon: Daemon) -> None:
     """Measured for 1 and 8 ranks: 98.0 and 82.5 %."""
     command = [sys.executable, str(ROOT / "examples/scaling.py"), "--np", "1,8", *PROGRAM]
-    text = said(command, daemon, "torch", 16 * WAIT_S)
+    text = output_of(command, daemon, "torch", 16 * WAIT_S)
     right = read_right(text)
     assert len(right) == 2, text
     assert min(right) > 60, text
@@ -37,6 +37,6 @@ def test_more_ranks_learn_as_well_with_a_warm_up(daemon: Daemon) -> None:
 def test_eight_ranks_do_not_learn_without_a_warm_up(daemon: Daemon) -> None:
     """Measured: 7.4 %. One of ten is chance."""
     start = [sys.executable, "-m", "omnireduce", "run", "-np", "8"]
-    text = said([*start, *PROGRAM, "--warmup_epochs=0"], daemon, "torch")
+    text = output_of([*start, *PROGRAM, "--warmup_epochs=0"], daemon, "torch")
     [right] = read_right(text)
     assert right < 20, text

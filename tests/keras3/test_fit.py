@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
-from launched import needs_mpirun, printed, ways
+from launched import needs_mpirun, output_of_ranks, reports_in
 from local_cluster import ROOT, Daemon
 
 BACKENDS = ("torch", "jax", *(("tensorflow",) if find_spec("tensorflow") else ()))  # CI has no TensorFlow
@@ -24,7 +24,7 @@ def trained(request: pytest.FixtureRequest, daemon: Daemon) -> dict[str, list[di
     """Reports of two ranks for each way to train; each backend is started once."""
     backend = request.param
     if backend not in BY_BACKEND:
-        BY_BACKEND[backend] = ways(printed(daemon, backend, str(ROOT / "tests/keras3/fit_worker.py")))
+        BY_BACKEND[backend] = reports_in(output_of_ranks(daemon, backend, str(ROOT / "tests/keras3/fit_worker.py")))
     return BY_BACKEND[backend]
 
 
@@ -86,9 +86,9 @@ def test_collectives_of_tensors_variables_arrays_and_numbers(trained: dict[str, 
 def test_what_one_rank_refuses_is_an_error_on_all(trained: dict[str, list[dict[str, Any]]]) -> None:
     first, second = (each["told"] for each in trained["refused"])
     assert list(first) == list(second) == ["allreduce", "allgather", "reducescatter", "broadcast", "broadcast_object"]
-    for name, said in first.items():
-        assert said.startswith("rank 1 refused '"), name
-        assert said.endswith(second[name]), name
+    for name, error in first.items():
+        assert error.startswith("rank 1 refused '"), name
+        assert error.endswith(second[name]), name
 
 
 def test_metrics_are_averaged_and_must_be_the_same(trained: dict[str, list[dict[str, Any]]]) -> None:

@@ -106,13 +106,13 @@ def test_several_batches_may_end_at_once() -> None:
 
 
 def test_only_what_a_step_shows_is_the_hosts() -> None:
-    told = UsageError("'t' differs between ranks")
+    usage_error = UsageError("'t' differs between ranks")
     for error, expected in (
-        (RuntimeError(f"in a callback: {told}"), told),
+        (RuntimeError(f"in a callback: {usage_error}"), usage_error),
         (KeyError("a mistake"), None),
-        (NewcomersError(str(told)), None),
+        (NewcomersError(str(usage_error)), None),
     ):
-        values._failures[:] = [told]
+        values._failures[:] = [usage_error]
         assert values.raised_by_host(error) is expected
         assert not values._failures
 

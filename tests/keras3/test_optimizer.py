@@ -84,7 +84,7 @@ def built() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: hvd.DistributedOptimizer("sgd"), "optimizer is a str: expected one of keras.optimizers"),
         (lambda: hvd.DistributedOptimizer(hvd.DistributedOptimizer(sgd())), "combines gradients already"),
@@ -133,8 +133,8 @@ def built() -> Any:
         (lambda: hvd.rank(), r"omnireduce is not initialised; call omnireduce\.init\(\) first"),
     ],
 )
-def test_what_cannot_be(make: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_what_cannot_be(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         make()
 
 

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 from harness import InprocCluster
 from local_cluster import configured, run_job
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import Communicator
 from omnireduce.core.block_program import BlockProgram, Operation
@@ -40,14 +40,14 @@ OF_TENSORS, OF_ROWS = (BlockProgram(state, 1, 0, COPY, every_block=True) for sta
 
 def needed() -> set[str]:
     """Names of kernels that are loaded from now on, each once for each combination of types."""
-    asked, load = set[str](), jit._OnDisk.load_overload
+    names, load = set[str](), jit._OnDisk.load_overload
 
     def noted(kept: jit._OnDisk, types: object, context: object) -> object:
-        asked.add(f"{kept._function.__module__}.{kept._function.__qualname__}{types}")
+        names.add(f"{kept._function.__module__}.{kept._function.__qualname__}{types}")
         return load(kept, types, context)
 
     jit._OnDisk.load_overload = noted  # type: ignore[method-assign]
-    return asked
+    return names
 
 
 def simulate() -> None:
@@ -126,17 +126,17 @@ def main(addresses: list[str]) -> None:
     make_ready(worker_kernels())
     for codec in BUILT_IN:  # as the first call with it does, before it begins
         codec_named(codec)
-    asked = needed()
-    for way in WAYS:
-        config = configured(addresses, *over(way))
+    names = needed()
+    for transport in TRANSPORTS:
+        config = configured(addresses, *over(transport))
         run_job(config, RANKS, call)
         run_job(config, RANKS, run_program)
-    by_workers = set(asked)
+    by_workers = set(names)
     warm_up_aggregator()
-    asked.clear()
+    names.clear()
     simulate()
     in_one_thread()
-    sys.stdout.writelines(f"{each}\n" for each in sorted(asked | by_workers))
+    sys.stdout.writelines(f"{each}\n" for each in sorted(names | by_workers))
 
 
 if __name__ == "__main__":

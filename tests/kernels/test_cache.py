@@ -137,7 +137,7 @@ def test_no_kernel_calls_an_entry() -> None:
 # places of files, and owners that are trusted
 
 
-def place(folder: Path) -> Path:
+def folder_of_kernels(folder: Path) -> Path:
     return folder / "kernels" / "tag"
 
 
@@ -146,7 +146,7 @@ def test_the_first_folder_that_can_be_written_to_keeps_what_is_new(tmp_path: Pat
     files = KernelFiles("tag", [tmp_path / "file", tmp_path / "own"])
     assert files.load(NAME) is None
     files.save(NAME, CONTENT)
-    assert (files.load(NAME), files.trouble, files.folder) == (CONTENT, "", place(tmp_path / "own"))
+    assert (files.load(NAME), files.trouble, files.folder) == (CONTENT, "", folder_of_kernels(tmp_path / "own"))
     KernelFiles("tag", [tmp_path / "image"]).save("two.kernel", b"2")
     both = KernelFiles("tag", [tmp_path / "image", tmp_path / "own"])
     assert (both.load("two.kernel"), both.load(NAME)) == (b"2", CONTENT)
@@ -183,13 +183,15 @@ def test_nobody_else_can_write_to_what_is_made(tmp_path: Path) -> None:
         os.umask(before)
     for path in (tmp_path / "a", *(tmp_path / "a").rglob("*")):
         assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH), path
-    assert place(tmp_path / "a").stat().st_mode & 0o777 == 0o755  # as others need it who share what root has made
+    assert (
+        folder_of_kernels(tmp_path / "a").stat().st_mode & 0o777 == 0o755
+    )  # as others need it who share what root has made
 
 
 @pytest.mark.parametrize("what", ["folder", "file"])
 def test_what_others_may_have_written_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
-    spoiled = place(tmp_path) if what == "folder" else place(tmp_path) / NAME
+    spoiled = folder_of_kernels(tmp_path) if what == "folder" else folder_of_kernels(tmp_path) / NAME
     spoiled.chmod(0o777)
     files = KernelFiles("tag", [tmp_path])
     assert files.load(NAME) is None
@@ -210,8 +212,8 @@ def test_what_others_may_have_written_is_not_run(tmp_path: Path, monkeypatch: py
 
 def test_a_link_or_a_pipe_in_place_of_a_file_does_not_count(tmp_path: Path) -> None:
     KernelFiles("tag", [tmp_path]).save("elsewhere", CONTENT)
-    (place(tmp_path) / NAME).symlink_to("elsewhere")
-    os.mkfifo(place(tmp_path) / "pipe")
+    (folder_of_kernels(tmp_path) / NAME).symlink_to("elsewhere")
+    os.mkfifo(folder_of_kernels(tmp_path) / "pipe")
     for name in (NAME, "pipe"):
         assert KernelFiles("tag", [tmp_path]).load(name) is None
 
@@ -228,11 +230,11 @@ def test_folders_of_other_versions_and_unfinished_files_go(tmp_path: Path) -> No
     left = {path.name for path in (tmp_path / "kernels").iterdir()}
     assert left == {"tag", *(f"0.1-{age:016x}" for age in range(KEPT))}
     for name, age_s in (("a", 0.0), ("b", UNFINISHED_S + 60)):
-        file = place(tmp_path) / f"{name}{UNFINISHED}"
+        file = folder_of_kernels(tmp_path) / f"{name}{UNFINISHED}"
         file.write_bytes(b"")
         os.utime(file, (file.stat().st_mtime - age_s,) * 2)
     KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
-    assert [path.name for path in place(tmp_path).glob(f"*{UNFINISHED}")] == [f"a{UNFINISHED}"]
+    assert [path.name for path in folder_of_kernels(tmp_path).glob(f"*{UNFINISHED}")] == [f"a{UNFINISHED}"]
 
 
 def test_what_is_no_folder_of_kernels_stays(tmp_path: Path) -> None:
@@ -254,9 +256,9 @@ def test_what_is_no_folder_of_kernels_stays(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_used_counts_as_new(tmp_path: Path) -> None:
     KernelFiles("tag", [tmp_path]).save(NAME, CONTENT)
-    os.utime(place(tmp_path), (1000, 1000))
+    os.utime(folder_of_kernels(tmp_path), (1000, 1000))
     KernelFiles("tag", [tmp_path]).load(NAME)
-    assert place(tmp_path).stat().st_mtime > 1000
+    assert folder_of_kernels(tmp_path).stat().st_mtime > 1000
 
 
 def test_the_folders_of_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

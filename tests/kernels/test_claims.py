@@ -37,7 +37,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
+def files_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KernelFiles:
     """Kernel files for this process, as `start` makes them for other processes."""
     files = KernelFiles(kernel_files().tag, [tmp_path])
     monkeypatch.setattr(claims, "kernel_files", lambda: files)
@@ -82,7 +82,7 @@ def test_two_processes_do_not_compile_the_same_kernel(tmp_path: Path) -> None:
 
 
 def test_processes_that_are_stopped_are_waited_for_once(
-    here: KernelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files_here: KernelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(claims.time, "monotonic", lambda: now[0])
@@ -103,7 +103,7 @@ def test_processes_that_are_stopped_are_waited_for_once(
 
 
 def test_where_there_can_be_no_claims_every_process_does_all(
-    here: KernelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files_here: KernelFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
     assert len(list(claims.share_out(named(*NAMES)))) == 4
@@ -112,19 +112,19 @@ def test_where_there_can_be_no_claims_every_process_does_all(
     assert len(list(claims.share_out(named(*NAMES)))) == 4
 
 
-def test_a_file_of_claims_that_others_can_open_does_not_count(here: KernelFiles, tmp_path: Path) -> None:
+def test_a_file_of_claims_that_others_can_open_does_not_count(files_here: KernelFiles, tmp_path: Path) -> None:
     """They could hold each of them."""
     file = tmp_path / f"omnireduce-kernels-{os.geteuid()}"
-    assert claims._opened(here) != claims.NOWHERE
+    assert claims._opened(files_here) != claims.NOWHERE
     assert file.stat().st_mode & 0o777 == 0o600
     file.chmod(0o644)
-    assert claims._opened(here) == claims.NOWHERE
+    assert claims._opened(files_here) == claims.NOWHERE
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
-    assert claims._opened(here) == claims.NOWHERE
+    assert claims._opened(files_here) == claims.NOWHERE
 
 
-def test_a_claim_ends_with_the_next_kernel(here: KernelFiles, tmp_path: Path) -> None:
+def test_a_claim_ends_with_the_next_kernel(files_here: KernelFiles, tmp_path: Path) -> None:
     list(claims.share_out(named("one")))
     child = os.fork()
     if not child:
@@ -147,7 +147,7 @@ def test_what_has_been_compiled_is_not_claimed(tmp_path: Path) -> None:
         another.kill()
 
 
-def test_lists_share_their_kernels(here: KernelFiles) -> None:
+def test_lists_share_their_kernels(files_here: KernelFiles) -> None:
     """A kernel that was compiled for one list is not compiled again for another list."""
     assert not claims.are_kept(named("one"))
     assert [kernel.name for kernel in claims.share_out(named("one", "two"))] == ["one", "two"]
@@ -160,9 +160,9 @@ def test_lists_share_their_kernels(here: KernelFiles) -> None:
 
 
 def test_a_kernel_that_is_not_kept_is_ready_in_this_process_only(
-    here: KernelFiles, monkeypatch: pytest.MonkeyPatch
+    files_here: KernelFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here.note("the disk is full")
+    files_here.note("the disk is full")
     assert len(list(claims.share_out(named("one")))) == 1
     assert claims.are_kept(named("one"))
     monkeypatch.setattr(claims, "_compiled", set())  # as another process has it

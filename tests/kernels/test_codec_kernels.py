@@ -201,7 +201,7 @@ number = 3
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("int9", "expected none, bf16"),
         ("nowhere:Codec", "ModuleNotFoundError"),
@@ -211,10 +211,10 @@ number = 3
         ("mine:Failing", "ArithmeticError: no"),
     ],
 )
-def test_codecs_that_cannot_be(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codecs_that_cannot_be(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         codec_named(name)
     assert set(with_own(["mine:Thirds"])) == {*NAMES, "mine:Thirds"}
     sys.modules.pop("mine")

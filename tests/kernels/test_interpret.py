@@ -34,11 +34,11 @@ SCALARS = packed(0.5, -2.0, 1.25, 0.0)
 
 
 @st.composite
-def programs(draw: st.DrawFn, operations: list[Operation] = EXACT, most: int = 12) -> BlockProgram:
+def programs(draw: st.DrawFn, operations: list[Operation] = EXACT, limit: int = 12) -> BlockProgram:
     """Registers are filled first: what they hold before is nobody's business."""
     arrays = [0, 1, 2, *range(FIRST_COLUMN, FIRST_COLUMN + COLUMNS)]
     code = [(Operation.FILL, 1, 0, 0), (Operation.COPY, 2, 0, 0)]
-    for _ in range(draw(st.integers(0, most))):
+    for _ in range(draw(st.integers(0, limit))):
         operation = draw(st.sampled_from(operations))
         target, operand, other = draw(st.permutations(arrays))[:3]
         third = other if operation is Operation.SELECT else draw(st.integers(0, 1))
@@ -55,8 +55,8 @@ def programs(draw: st.DrawFn, operations: list[Operation] = EXACT, most: int = 1
 
 def run(states: ShardStates, program: BlockProgram, blocks: Array, out: Array) -> Array:
     """Run on the sums of `blocks`, (ranks, blocks, block size), as one shard of one does; return the totals."""
-    called = Descriptor("allreduce", "", "float32", (ELEMENTS,), block_size=BLOCK, program=program)
-    running = states.begin(called, program, Stripes())
+    descriptor = Descriptor("allreduce", "", "float32", (ELEMENTS,), block_size=BLOCK, program=program)
+    running = states.begin(descriptor, program, Stripes())
     is_there = blocks.any(axis=2)
     numbers = np.arange(BLOCKS) if program.every_block else np.flatnonzero(is_there.any(axis=0))
     places = np.arange(RANKS * BLOCKS).reshape(RANKS, BLOCKS) * BLOCK
@@ -169,22 +169,22 @@ def test_functions_and_sums(operation: Operation, every: bool) -> None:
     out, expected = np.zeros((2, ELEMENTS), np.float32)
     blocks = some_blocks(5)
     totals = run(states, program, blocks, out)
-    wanted = oracle.run(program, blocks.sum(axis=0, dtype=np.float32).reshape(-1)[:ELEMENTS], expected)
+    expected_totals = oracle.run(program, blocks.sum(axis=0, dtype=np.float32).reshape(-1)[:ELEMENTS], expected)
     if operation in SUMMED:
         np.testing.assert_array_equal(out, expected)
-        np.testing.assert_array_equal(totals, wanted)
+        np.testing.assert_array_equal(totals, expected_totals)
     np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
 def test_a_shard_keeps_only_its_own_blocks() -> None:
     """The second of two shards, in stripes of two blocks: blocks 2, 3, 6, 7, 10."""
     program = BlockProgram(0, 1, 0, bytes([Operation.ADD, FIRST_COLUMN, 0, 0, Operation.COPY, 0, FIRST_COLUMN, 0]))
-    called = Descriptor("allreduce", "", "float32", (BLOCK * BLOCKS,), block_size=BLOCK, program=program)
+    descriptor = Descriptor("allreduce", "", "float32", (BLOCK * BLOCKS,), block_size=BLOCK, program=program)
     states = ShardStates(5 * BLOCK * 4)
     numbers = np.array([2, 3, 6, 7, 10])
     arena, result = np.arange(5 * BLOCK, dtype=np.float32), np.zeros((5, BLOCK), np.float32)
     for step in (1, 2):
-        running = states.begin(called, program, Stripes(1, 2, 2))
+        running = states.begin(descriptor, program, Stripes(1, 2, 2))
         running.run(0, arena, (np.arange(5) * BLOCK).reshape(5, 1), result, divisor=1, numbers=numbers)
         np.testing.assert_array_equal(result.reshape(-1), arena * step)
     assert states.nbytes == 5 * BLOCK * 4
@@ -194,13 +194,16 @@ def test_a_shard_keeps_only_its_own_blocks() -> None:
 
 def test_states_have_a_limit_and_belong_to_one_tensor() -> None:
     program = BlockProgram(0, 1, 0, b"")
-    called = Descriptor("allreduce", "", "float32", (BLOCK * BLOCKS,), block_size=BLOCK, program=program)
+    descriptor = Descriptor("allreduce", "", "float32", (BLOCK * BLOCKS,), block_size=BLOCK, program=program)
     states = ShardStates(BLOCK * BLOCKS * 4)
-    states.begin(called, program, Stripes())
+    states.begin(descriptor, program, Stripes())
     with pytest.raises(ProtocolError, match="state 1 needs 352 bytes; 352 of the 352 that this job may keep"):
-        states.begin(called, BlockProgram(1, 1, 0, b""), Stripes())
-    for other, stripes in ((called, Stripes(0, 2, 2)), (msgspec.structs.replace(called, block_size=16), Stripes())):
+        states.begin(descriptor, BlockProgram(1, 1, 0, b""), Stripes())
+    for other, stripes in (
+        (descriptor, Stripes(0, 2, 2)),
+        (msgspec.structs.replace(descriptor, block_size=16), Stripes()),
+    ):
         with pytest.raises(ProtocolError, match="it was made for another one"):
             states.begin(other, program, stripes)
     with pytest.raises(ProtocolError, match="it was made for another one"):
-        states.begin(called, BlockProgram(0, 2, 0, b""), Stripes())
+        states.begin(descriptor, BlockProgram(0, 2, 0, b""), Stripes())

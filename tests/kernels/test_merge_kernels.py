@@ -49,13 +49,13 @@ class Union:
 def test_plan_union(lists: list[list[int]], capacity: int, marks: list[int], base: int) -> None:
     lists = [[block + base for block in each] for each in lists]
     union = Union(lists, capacity)
-    wanted = sorted(set().union(*lists))
+    expected = sorted(set().union(*lists))
     done: list[int] = []
-    for watermark in [mark + base for mark in marks] + [base + 41] * (len(wanted) + 1):
+    for watermark in [mark + base for mark in marks] + [base + 41] * (len(expected) + 1):
         before = union.written
         union.plan(watermark)
         results = [int(block) for block in union.out_indices[before : union.written]]
-        ready = [block for block in wanted if block < watermark][len(done) :]
+        ready = [block for block in expected if block < watermark][len(done) :]
         assert results == ready[: capacity - before]
         for k, block in enumerate(results, before):
             for rank, each in enumerate(lists):
@@ -67,7 +67,7 @@ def test_plan_union(lists: list[list[int]], capacity: int, marks: list[int], bas
         if union.written == capacity:  # the caller sends the result and starts an empty one
             union.written = 0
             union.out_indices[:] = -9
-    assert done == wanted
+    assert done == expected
 
 
 def test_plan_union_takes_nothing_at_the_watermark() -> None:
@@ -182,10 +182,10 @@ def test_leave_out(seed: int, count: int, width: int) -> None:
     rows = rng.integers(0, 256, (count, width), np.uint8)
     for rank in range(3):
         out = np.full((count, width), 0xA5, np.uint8)
-        wanted = rows[owners != rank + 1]
+        expected = rows[owners != rank + 1]
         leave_out(marked, rank, rows, out)
-        assert (out[: len(wanted)] == wanted).all()
-        assert (out[len(wanted) :] == 0xA5).all()
+        assert (out[: len(expected)] == expected).all()
+        assert (out[len(expected) :] == 0xA5).all()
 
 
 def add_slowly(values: Array, order: Array, starts: Array) -> Array:

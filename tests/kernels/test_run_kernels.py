@@ -52,8 +52,8 @@ def expanded(words: list[int], stripes: Stripes, sizes: list[int]) -> tuple[list
     return found, int(run), lengths
 
 
-def windows(total: int, most: int) -> list[int]:
-    return [min(most, total - at) for at in range(0, total, most)]
+def windows(total: int, longest: int) -> list[int]:
+    return [min(longest, total - at) for at in range(0, total, longest)]
 
 
 @given(
@@ -96,15 +96,17 @@ def test_large_runs_are_as_large_as_they_say() -> None:
     assert expanded([FAR, 5000, FAR + 6000, 3000], Stripes(), [4096, 3904])[:2] == (indices, 2)
 
 
-def honest(words: list[int], stripes: Stripes, most: int) -> tuple[list[int], int]:
-    """The first `most` indices of a list in which every run has one and stays below the largest number, and how many
+def honest(words: list[int], stripes: Stripes, limit: int) -> tuple[list[int], int]:
+    """The first `limit` indices of a list in which every run has one and stays below the largest number, and how many
     runs they use up."""
     found: list[int] = []
     for run, (first, count) in enumerate(zip(words[::2], words[1::2], strict=True)):
-        fitting = indices_of_runs([first, max(0, min(count, most - len(found)))], stripes.shards, stripes.stripe_blocks)
+        fitting = indices_of_runs(
+            [first, max(0, min(count, limit - len(found)))], stripes.shards, stripes.stripe_blocks
+        )
         beyond = [at for at, each in enumerate(fitting) if each >> SOLE_SHIFT != first >> SOLE_SHIFT]
         found += fitting[: beyond[0]] if beyond else fitting
-        if count < 1 or beyond or len(fitting) < count or len(found) == most:
+        if count < 1 or beyond or len(fitting) < count or len(found) == limit:
             return found, run + (not beyond and 0 < count == len(fitting))
     return found, len(words) // 2
 

@@ -129,11 +129,11 @@ def test_pack_blocks(
         while cursor < blocks:
             rows, indices = np.full((capacity, octets * tensor.itemsize), 9, np.uint64), np.full(capacity, -9)
             packed, zero, following = pack_slowly(data, layout, shard, cursor, span, capacity)
-            place = source, target, in_place, mask, cursor, span, stripe, shards
+            arguments = source, target, in_place, mask, cursor, span, stripe, shards
             if copies:
-                count, cursor = pack_blocks(*place, rows, indices)
+                count, cursor = pack_blocks(*arguments, rows, indices)
             else:
-                count, cursor = list_blocks(*place, indices)
+                count, cursor = list_blocks(*arguments, indices)
                 pack_listed(source, indices[:count], rows)
             assert (list(indices[:count]), cursor) == (packed, following)
             assert (rows[:count] == original[packed]).all()

@@ -20,10 +20,10 @@ INDICES = st.lists(
 ).map(sorted)
 
 
-def listed(indices: list[int], most: int) -> bytes | None:
-    """`indices` as steps, if these are no more than `most` bytes and no index has a mark."""
-    steps = Guarded((most + STEP_BYTES,), np.uint8)
-    result = list_steps(np.array(indices, np.int64), most, steps.array)
+def listed(indices: list[int], limit: int) -> bytes | None:
+    """`indices` as steps, if these are no more than `limit` bytes and no index has a mark."""
+    steps = Guarded((limit + STEP_BYTES,), np.uint8)
+    result = list_steps(np.array(indices, np.int64), limit, steps.array)
     steps.check()
     return steps.array[:result].tobytes() if result else None
 
@@ -64,14 +64,14 @@ def test_marks_have_no_place_in_steps() -> None:
 
 def honest(steps: bytes, size: int) -> list[int]:
     """The first `size` indices of a list, up to a step that is too long or goes too far."""
-    results, index, place = list[int](), 0, 0
+    results, index, position = list[int](), 0, 0
     for byte in steps:
-        index += byte % 128 << place
-        place += 7
+        index += byte % 128 << position
+        position += 7
         if byte < 128 and index <= LARGEST and len(results) < size:
             results.append(index)
-            place = 0
-        elif byte < 128 or place == 7 * STEP_BYTES:
+            position = 0
+        elif byte < 128 or position == 7 * STEP_BYTES:
             break
     return results
 

@@ -46,11 +46,11 @@ print([kernel.name for kernel in kernels])
 assert len({kernel.name for kernel in kernels}) == len(kernels) - 4  # both list the runs of indices
 """
     environs = [os.environ | {"PYTHONHASHSEED": str(seed)} for seed in range(3)]
-    said = {
+    outputs = {
         subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, check=True, timeout=60).stdout
         for environ in environs
     }
-    assert len(said) == 1
+    assert len(outputs) == 1
 
 
 class AtEachCheck:
@@ -87,21 +87,21 @@ def test_compiling_is_said_and_loading_is_not(
     monkeypatch: pytest.MonkeyPatch, are_kept: bool, calls: list[Callable[[], None]], expected: list[tuple[int, int]]
 ) -> None:
     """And counts by the seconds that a kernel takes."""
-    said = list[tuple[float, float]]()
+    reports = list[tuple[float, float]]()
     monkeypatch.setattr(warm, "Ticker", AtEachCheck)
     monkeypatch.setattr(warm, "are_kept", lambda kernels: are_kept)
     monkeypatch.setattr(warm, "share_out", iter)
     kernels = [Kernel(str(seconds), seconds, call) for seconds, call in enumerate(calls, 1)]
-    warm.make_ready(kernels, lambda *progress: said.append(progress))
-    assert said == expected
+    warm.make_ready(kernels, lambda *progress: reports.append(progress))
+    assert reports == expected
 
 
 def test_it_is_said_while_one_kernel_compiles_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    said, was_said, spent = list[float](), threading.Event(), [0.0]
+    reports, was_said, spent = list[float](), threading.Event(), [0.0]
 
     def progress(done_s: float, total_s: float) -> None:
         assert total_s == 3.0
-        said.append(done_s)
+        reports.append(done_s)
         was_said.set()
 
     def compile_for_long() -> None:
@@ -115,8 +115,8 @@ def test_it_is_said_while_one_kernel_compiles_for_long(monkeypatch: pytest.Monke
     monkeypatch.setattr(warm, "share_out", iter)
     monkeypatch.setattr(warm.time, "process_time", lambda: spent[0])
     warm.make_ready([Kernel("short", 1.0, load), Kernel("long", 2.0, compile_for_long)], progress)
-    assert said == sorted(said)
-    assert {1.5, 1.0 + 2.0 * warm.ALMOST} <= set(said)
+    assert reports == sorted(reports)
+    assert {1.5, 1.0 + 2.0 * warm.ALMOST} <= set(reports)
 
 
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")

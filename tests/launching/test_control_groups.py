@@ -22,8 +22,8 @@ def system(folder: Path, groups: str, *mounts: tuple[str, str, str, str]) -> Pat
     (folder / "self").mkdir(exist_ok=True)
     (folder / "self/cgroup").write_text(groups)
     lines = ["22 1 8:1 / / rw - ext4 /dev/sda1 rw\n"]
-    for root, place, kind, options in mounts:
-        lines.append(MOUNT.format(root=root, place=folder / place, kind=kind, options=options))
+    for root, mount_point, kind, options in mounts:
+        lines.append(MOUNT.format(root=root, place=folder / mount_point, kind=kind, options=options))
     (folder / "self/mountinfo").write_text("".join(lines))
     return folder
 

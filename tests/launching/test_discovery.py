@@ -82,9 +82,11 @@ def test_a_script_that_was_never_executed_is_a_mistake(tmp_path: Path) -> None:
 
 def test_the_end_of_the_script_counts_not_that_of_its_output(tmp_path: Path) -> None:
     """It may close its output and go on: nobody waits for it meanwhile. What it has started may keep the output."""
-    gate, said, job = tmp_path / "gate", tmp_path / "pid", Taker()
+    gate, pid_file, job = tmp_path / "gate", tmp_path / "pid", Taker()
     os.mkfifo(gate)
-    path = script(tmp_path, f"echo node1:2; exec 3>&1 >&-; sleep 1000 >&3 & echo $! >{said}; exec 3>&-; read x <{gate}")
+    path = script(
+        tmp_path, f"echo node1:2; exec 3>&1 >&-; sleep 1000 >&3 & echo $! >{pid_file}; exec 3>&-; read x <{gate}"
+    )
     looks = Discovery(str(path), 1)
     looks.look(job)
     with gate.open("wb") as writer:  # once the script reads
@@ -92,18 +94,20 @@ def test_the_end_of_the_script_counts_not_that_of_its_output(tmp_path: Path) -> 
         writer.write(b"\n")
     job.wait()
     assert job.taken == [[Host("node1", 2)]]
-    assert are_gone([int(said.read_text())])
+    assert are_gone([int(pid_file.read_text())])
 
 
 @pytest.mark.parametrize("how", ["late", "close"])
 def test_what_the_script_has_started_ends_with_it(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said, job = tmp_path / "pid", Taker()
-    looks = Discovery(str(script(tmp_path, f"sleep 1000 & echo $! >{said}.new; mv {said}.new {said}; wait")), 1)
+    pid_file, job = tmp_path / "pid", Taker()
+    looks = Discovery(
+        str(script(tmp_path, f"sleep 1000 & echo $! >{pid_file}.new; mv {pid_file}.new {pid_file}; wait")), 1
+    )
     looks.look(job)
-    assert eventually(said.exists)
-    child = int(said.read_text())
+    assert eventually(pid_file.exists)
+    child = int(pid_file.read_text())
     assert runs(child)
     if how == "late":
         looks.look(job)  # not yet

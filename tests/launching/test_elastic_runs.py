@@ -190,9 +190,9 @@ def test_an_end_that_somebody_asked_for_is_not_that_of_the_training(tmp_path: Pa
 
 
 def test_which_end_is_that_of_the_training() -> None:
-    asked = read_words(["--min-np", "1", "-np", "3", "true"])
+    request = read_words(["--min-np", "1", "-np", "3", "true"])
     connection: Any = SimpleNamespace(host="localhost", send=lambda _: None)
-    with ElasticJob(asked, Prefixed({}), []) as job:
+    with ElasticJob(request, Prefixed({}), []) as job:
         job.ranks = {number: Rank(number, connection) for number in range(3)}
         for number, was_asked in ((0, True), (1, True), (2, False)):
             assert not job._is_finishing
@@ -203,9 +203,9 @@ def test_which_end_is_that_of_the_training() -> None:
 
 
 def test_of_ranks_that_fail_after_one_has_ended_well_the_first_counts() -> None:
-    asked = read_words(["--min-np", "1", "-np", "4", "true"])
+    request = read_words(["--min-np", "1", "-np", "4", "true"])
     connection: Any = SimpleNamespace(host="localhost")
-    with ElasticJob(asked, Prefixed({}), []) as job:
+    with ElasticJob(request, Prefixed({}), []) as job:
         job.ranks = {number: Rank(number, connection) for number in range(4)}
         for number, status, expected in ((0, 0, 0), (1, 3, 3), (2, -9, 3), (3, 4, 3)):
             job.ranks[number].status = status

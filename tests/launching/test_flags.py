@@ -141,8 +141,8 @@ def test_a_check_may_be_turned_on_again(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_short_names_of_flags() -> None:
     assert read_words(["-np", "2", "-prefix-timestamp", "true"]).timestamps
-    said = CliRunner().invoke(main, ["--version"]).output
-    assert [CliRunner().invoke(main, ["run", flag]).output for flag in ("-v", "--version")] == [said, said]
+    output = CliRunner().invoke(main, ["--version"]).output
+    assert [CliRunner().invoke(main, ["run", flag]).output for flag in ("-v", "--version")] == [output, output]
 
 
 def test_an_interface_is_a_keyword_too() -> None:
@@ -267,8 +267,8 @@ def test_who_serves_a_job(hosts: int, change: dict[str, Any], shards: int) -> No
         "true",
     ]
     result = read_words(words)
-    wanted = LaunchRequest(words=result.words, ranks=1, config=result.config, **change)
-    assert shards_to_start(wanted, hosts) == shards
+    expected = LaunchRequest(words=result.words, ranks=1, config=result.config, **change)
+    assert shards_to_start(expected, hosts) == shards
 
 
 def test_an_aggregator_of_rank_0_serves_one_host() -> None:

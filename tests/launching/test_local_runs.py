@@ -57,10 +57,10 @@ def test_a_job_may_have_its_own_aggregators() -> None:
     assert lines(result.stdout) == [f"[{rank}]<stdout>:{rank}/2 3 {rank}/2" for rank in range(2)]
 
 
-@pytest.mark.parametrize("wanted", ["1", "embedded"])
-def test_the_command_line_overrides_configured_aggregators(wanted: str) -> None:
+@pytest.mark.parametrize("aggregators", ["1", "embedded"])
+def test_the_command_line_overrides_configured_aggregators(aggregators: str) -> None:
     nobody = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "127.0.0.1:1", "OMNIREDUCE_CLUSTER_JOIN_TIMEOUT_S": "20"}
-    result = run("-np", "2", "--aggregators", wanted, *python(SUM), **nobody)
+    result = run("-np", "2", "--aggregators", aggregators, *python(SUM), **nobody)
     assert result.returncode == 0, result.stderr
 
 

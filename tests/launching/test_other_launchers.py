@@ -97,14 +97,14 @@ def idle() -> Iterator[Job]:
         yield job
 
 
-def asked(launcher: str, *hosts: Host) -> LaunchRequest:
+def request_for(launcher: str, *hosts: Host) -> LaunchRequest:
     return LaunchRequest(words=["train"], ranks=4, config=Config(), launcher=launcher, hosts=hosts, mpi_args=["--more"])
 
 
 def test_open_mpi_passes_names_of_variables_only(tmp_path: Path, idle: Job) -> None:
     environ = fake(tmp_path, "mpirun", "mpirun (Open MPI) 4.1.4")
     assert _is_open_mpi(environ, idle)
-    words = words_of(asked("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
+    words = words_of(request_for("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:5] == ["mpirun", "-n", "4", "-H", "a:2,b:2"]
     assert words[5:10] == ["-x", "OMNIREDUCE_SECURITY_SECRET", "-x", "PATH", "--more"]
     assert "s" * 32 not in " ".join(words)
@@ -127,14 +127,14 @@ def test_an_mpirun_that_does_not_end_is_waited_for_no_longer(
 
 def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path, idle: Job) -> None:
     environ = fake(tmp_path, "mpirun", "HYDRA build details:")
-    words = words_of(asked("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
+    words = words_of(request_for("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:6] == ["mpirun", "-n", "4", "-hosts", "a:2,b:2", "--more"]
     environ = fake(tmp_path, "srun", "")
-    words = words_of(asked("srun", Host("a", 2), Host("b", 2)), environ, idle)
+    words = words_of(request_for("srun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:6] == ["srun", "--ntasks=4", "--export=ALL", "--nodelist=a,b", "--nodes=2", "--more"]
     environ = fake(tmp_path, "torchrun", "")
     with pytest.raises(ConfigError, match="--launcher torchrun starts ranks on one host only"):
-        words_of(asked("torchrun", Host("a", 2), Host("b", 2)), environ, idle)
+        words_of(request_for("torchrun", Host("a", 2), Host("b", 2)), environ, idle)
 
 
 @pytest.mark.parametrize("more", [{"SLURM_NODEID": "9" * 5000, "SLURM_STEP_NUM_NODES": "2"}, {"PMI_SIZE": "x"}])

@@ -50,14 +50,14 @@ def loopback_of(host: Host) -> str:
 @pytest.fixture(scope="module")
 def sshd(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
     """On each host; "elsewhere" is a name of the second one that ssh alone knows."""
-    here, there = hosts
-    names = {here.address: [here.name], there.address: [there.name, "elsewhere"]}
+    local, remote = hosts
+    names = {local.address: [local.name], remote.address: [remote.name, "elsewhere"]}
     prefixes = {host.address: host.prefix for host in hosts}
     with ssh_daemons(tmp_path_factory.mktemp("sshd"), names, prefixes) as found:
         yield found
 
 
-def told(text: str, ranks: int) -> tuple[str, str]:
+def hosts_reported(text: str, ranks: int) -> tuple[str, str]:
     """The hosts at which the ranks found the aggregator, and each other; all have the right sum."""
     results = {tuple(line.rpartition("stdout>:")[2].split(" ")) for line in lines(text)}
     assert len(lines(text)) == ranks
@@ -83,7 +83,7 @@ def test_ranks_of_one_host(hosts: list[Host], options: list[str]) -> None:
     result = run("-np", "2", *options, *python(code), prefix=hosts[0].prefix, PATH=PATH)
     assert result.returncode == 0, result.stderr
     aggregator = "localhost" if "--aggregators" in options else loopback_of(hosts[0])
-    assert told(result.stdout, 2) == (aggregator, loopback_of(hosts[0]))
+    assert hosts_reported(result.stdout, 2) == (aggregator, loopback_of(hosts[0]))
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
@@ -91,12 +91,12 @@ def test_ranks_of_one_host(hosts: list[Host], options: list[str]) -> None:
 def test_ranks_of_mpirun(hosts: list[Host]) -> None:
     result = run("-np", "2", "--mpi", *python(CODE), prefix=hosts[0].prefix, PATH=PATH)
     assert result.returncode == 0, result.stderr
-    assert told(result.stdout, 2) == (loopback_of(hosts[0]), "")
+    assert hosts_reported(result.stdout, 2) == (loopback_of(hosts[0]), "")
 
 
 @needs_sshd
 @pytest.mark.parametrize(
-    ("hosts", "way"),
+    ("hosts", "placement"),
     [
         ("ipv4", "names"),
         ("ipv4", "this one second"),
@@ -107,22 +107,22 @@ def test_ranks_of_mpirun(hosts: list[Host]) -> None:
     ],
     indirect=["hosts"],
 )
-def test_ranks_of_two_hosts(hosts: list[Host], sshd: Sshd, tmp_path: Path, way: str) -> None:
+def test_ranks_of_two_hosts(hosts: list[Host], sshd: Sshd, tmp_path: Path, placement: str) -> None:
     """All are told an address that all reach, whatever hosts call themselves."""
-    here, there = hosts
-    config, key = tmp_path / "config", f"[{there.address}]:{sshd.port}"  # as it stands in the file of known hosts
+    local, remote = hosts
+    config, key = tmp_path / "config", f"[{remote.address}]:{sshd.port}"  # as it stands in the file of known hosts
     lines_of_all = f"Host *\n UserKnownHostsFile {sshd.known}\n HostKeyAlias {key}\n"
-    config.write_text(f"Host elsewhere\n HostName {there.address}\n{lines_of_all}")
+    config.write_text(f"Host elsewhere\n HostName {remote.address}\n{lines_of_all}")
     first = {
-        "names": [here.name, there.name],
+        "names": [local.name, remote.name],
         "addresses": [str(Address(host.address, 1)) for host in hosts],
-        "this one second": [there.name, here.name],
+        "this one second": [remote.name, local.name],
         "an alias of ssh first": ["elsewhere", "localhost"],
-        "an interface": ["localhost", there.name],
-    }[way]
-    more = ["--network-interfaces", "eth0"] if way == "an interface" else []
+        "an interface": ["localhost", remote.name],
+    }[placement]
+    more = ["--network-interfaces", "eth0"] if placement == "an interface" else []
     how = ["--ssh", f"ssh -F {config}", "-p", str(sshd.port), "-i", str(sshd.key)]
-    result = run("-H", ",".join(first), *how, *more, *python(CODE), prefix=here.prefix)
+    result = run("-H", ",".join(first), *how, *more, *python(CODE), prefix=local.prefix)
     assert result.returncode == 0, result.stderr
-    address = there.address if way in ("this one second", "an alias of ssh first") else here.address
-    assert told(result.stdout, 2) == (address, address)
+    address = remote.address if placement in ("this one second", "an alias of ssh first") else local.address
+    assert hosts_reported(result.stdout, 2) == (address, address)

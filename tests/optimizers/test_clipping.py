@@ -141,7 +141,7 @@ def test_ranks_that_clip_differently_are_told(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"norm": 0}, "clip_norm is 0; expected more than 0, or None not to clip"),
         ({"value": -1.0}, "clip_value is -1; expected more than 0"),
@@ -151,9 +151,9 @@ def test_ranks_that_clip_differently_are_told(daemon: Daemon) -> None:
         ({"norm": 1.0, "value": 1.0}, "clip_norm and clip_value are both given; expected one of them"),
     ],
 )
-def test_what_cannot_be_clipped(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        Clipping(**given)
+def test_what_cannot_be_clipped(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Clipping(**arguments)
 
 
 @given(st.floats(1e-3, 1e3), st.floats(0, 1e6))

@@ -119,8 +119,11 @@ def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
     assert SavedParts(tmp_path, shapes).steps == 3
     with pytest.raises(UsageError, match="has a state in 2 parts; expected an empty folder"):
         save(0, 3)
-    for other, said in (({"w": {"sum": (11,)}}, "no sum of w with 6 numbers"), ({"v": {"sum": (10,)}}, "no sum of v")):
-        with pytest.raises(UsageError, match=said):
+    for other, message in (
+        ({"w": {"sum": (11,)}}, "no sum of w with 6 numbers"),
+        ({"v": {"sum": (10,)}}, "no sum of v"),
+    ):
+        with pytest.raises(UsageError, match=message):
             SavedParts(tmp_path, other)
     save(1, 2, number=8)
     with pytest.raises(UsageError, match=r"parts of 2 saves, after \[3, 3\] steps: the last one has not ended"):

@@ -51,10 +51,10 @@ def test_optimizers_that_differ_are_told(daemon: Daemon) -> None:
     """And what cannot be a root."""
 
     def run(comm: Communicator) -> None:
-        for at, (make, said) in enumerate(DIFFERENT):
-            given = {"params": [W.copy()], "rule": Sgd(lr=1), "name": f"o{at}"} | make(comm.rank)
-            optimizer = ShardedOptimizer(given.pop("params"), given.pop("rule"), comm=comm, **given)
-            with pytest.raises(UsageError, match=re.escape(f"{said}; expected the same on all ranks")):
+        for at, (make, message) in enumerate(DIFFERENT):
+            arguments = {"params": [W.copy()], "rule": Sgd(lr=1), "name": f"o{at}"} | make(comm.rank)
+            optimizer = ShardedOptimizer(arguments.pop("params"), arguments.pop("rule"), comm=comm, **arguments)
+            with pytest.raises(UsageError, match=re.escape(f"{message}; expected the same on all ranks")):
                 optimizer.state_dict()
         for root in (2, -1):
             optimizer = ShardedOptimizer([W.copy()], Sgd(lr=1), comm=comm, root=root, name="root")
@@ -132,28 +132,28 @@ def test_rows_that_do_not_fit_are_told(daemon: Daemon) -> None:
         Communicator(configured(daemon.addresses, "cluster.job=rows"), rank=0, size=1) as comm,
         ShardedOptimizer({"t": W.copy()}, Adam(), tables=["t"], comm=comm) as optimizer,
     ):
-        for given, said in WRONG_ROWS:
-            with pytest.raises(UsageError, match=said):
-                optimizer.step({"t": given})
+        for rows, message in WRONG_ROWS:
+            with pytest.raises(UsageError, match=message):
+                optimizer.step({"t": rows})
         assert optimizer.steps == 0
 
 
 def test_wrong_use_is_told(daemon: Daemon) -> None:
     config = configured(daemon.addresses)
     with Communicator(replace(config, cluster=replace(config.cluster, job="wrong")), rank=0, size=1) as comm:
-        for make, said in WRONG:
-            with pytest.raises(UsageError, match=said):
+        for make, message in WRONG:
+            with pytest.raises(UsageError, match=message):
                 make(comm)
         with ShardedOptimizer({"w": W.copy()}, Adam(), comm=comm) as optimizer:
-            for given, said in WRONG_STEPS:
-                with pytest.raises(UsageError, match=said):
-                    optimizer.step(given)
-            for state, said in (
+            for step_state, message in WRONG_STEPS:
+                with pytest.raises(UsageError, match=message):
+                    optimizer.step(step_state)
+            for state, message in (
                 ([1], "the state is a list"),
                 ({"step": 1, "state": {}}, "no exp_avg of w"),
                 ({"step": 1, "state": {"w": None}}, "no exp_avg of w"),
                 ({"step": -3, "state": {}}, "the state is after -3 steps"),
                 ({"step": "x", "state": {}}, "the state is after 'x' steps"),
             ):
-                with pytest.raises(UsageError, match=said):
+                with pytest.raises(UsageError, match=message):
                     optimizer.load_state_dict(state)  # type: ignore[arg-type]

@@ -26,12 +26,12 @@ def test_each_block_is_counted_where_it_belongs(found: list[Array], shards: int,
     own = np.zeros((len(found), windows, shards), int)
     sole, union = np.zeros_like(own), np.zeros((windows, shards), int)
     for block in range(blocks):
-        place = block * windows // blocks, layout.owner(block)
+        index = block * windows // blocks, layout.owner(block)
         having = [sender for sender, mask in enumerate(found) if mask[block]]
-        union[place] += bool(having)
+        union[index] += bool(having)
         for sender in having:
-            own[(sender, *place)] += 1
-            sole[(sender, *place)] += len(having) == 1
+            own[(sender, *index)] += 1
+            sole[(sender, *index)] += len(having) == 1
     assert np.array_equal(load.own, own)
     assert np.array_equal(load.sole, sole)
     assert np.array_equal(load.union, union)

@@ -195,9 +195,9 @@ def inputs_of(outputs: Sequence[Expression]) -> list[Input]:
     return list(results)
 
 
-def _some_names(draw: Draw, pipeline: Pipeline, most: int = 4) -> list[str]:
+def _some_names(draw: Draw, pipeline: Pipeline, limit: int = 4) -> list[str]:
     names = [name for each, name in pipeline.names.items() if not isinstance(each, Input)]
-    return draw(st.lists(st.sampled_from(names), min_size=1, max_size=most, unique=True))
+    return draw(st.lists(st.sampled_from(names), min_size=1, max_size=limit, unique=True))
 
 
 def _named(pipeline: Pipeline, *kinds: type) -> list[str]:
@@ -239,8 +239,8 @@ def _behind(pipeline: Pipeline, gather: str) -> list[str]:
 def _reordered(draw: Draw, pipeline: Pipeline) -> Pipeline:
     gather = _first(draw, pipeline, AllGather)
     behind = _behind(pipeline, gather) or [gather]
-    wanted = behind if draw(st.booleans()) else draw(st.lists(st.sampled_from(behind), min_size=1, unique=True))
-    return pipeline.reorder(wanted, gather)
+    moved = behind if draw(st.booleans()) else draw(st.lists(st.sampled_from(behind), min_size=1, unique=True))
+    return pipeline.reorder(moved, gather)
 
 
 REWRITES: dict[str, Callable[[Draw, Pipeline], Pipeline]] = {

@@ -178,15 +178,15 @@ def test_a_product_is_overlapped_where_that_is_legal() -> None:
 
 def test_values_of_ones_own(daemon: Daemon) -> None:
     """They are asked for of every way and size."""
-    asked: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = []
 
     def values(pipeline: Pipeline, comm: Communicator, sizes: Mapping[str, int]) -> dict[str, Any]:
         if comm.rank == 0:
-            asked.append((str(pipeline), sizes["N"]))
+            calls.append((str(pipeline), sizes["N"]))
         return {"g": np.ones(sizes["N"], np.float32), "w": np.ones(sizes["N"], np.float32), "lr": 0.5}
 
     tuned(daemon, {"only": schedules("sgd")["ar-c"]}, sizes=[10, 20], values=values, on_shards=False)
-    assert [size for _, size in asked] == [10, 20]
+    assert [size for _, size in calls] == [10, 20]
 
 
 @pytest.mark.parametrize(

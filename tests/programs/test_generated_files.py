@@ -239,9 +239,9 @@ def run_on_rank(pipeline: Pipeline, module: ModuleType, comm: Communicator) -> d
             parts = meant[name]
             axis = {"Sliced": 0, "Sliced_2": len(kind.shape) - 1}.get(kind.layout)
             meant[name] = parts[0].copy() if axis is None else np.concatenate(parts, axis)
-    wanted = module.expected(ranks, **meant, **module.numbers(1), **sizes)
+    expected = module.expected(ranks, **meant, **module.numbers(1), **sizes)
     for name, x in result.items():
-        part = module.own_part(job, module.OUTPUTS[name], wanted[name])
+        part = module.own_part(job, module.OUTPUTS[name], expected[name])
         np.testing.assert_array_equal(x, part)
     return result
 

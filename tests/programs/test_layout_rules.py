@@ -112,7 +112,7 @@ def tensor(name: str, layout: str) -> Tensor:
     return Tensor(Int64, (4, 4), Layout(layout), name)
 
 
-def given(x: Tensor, seed: int) -> list[Array]:
+def values_on_ranks(x: Tensor, seed: int) -> list[Array]:
     """Random value of a tensor on each rank."""
     rng = np.random.default_rng(seed)
     arrays = [rng.integers(-9, 10, (4, 4)) for _ in range(RANKS)]
@@ -138,7 +138,7 @@ def test_two_operands(op: str, one: str, other: str, expected: str) -> None:
         return
     z = make(x, y)
     assert z.type.layout.value == expected
-    values = {"x": given(x, 1), "y": given(y, 2)}
+    values = {"x": values_on_ranks(x, 1), "y": values_on_ranks(y, 2)}
     [result] = Pipeline("p", [x, y], [z]).interpret(values, RANKS).values()
     xs, ys = wholes(values["x"], x.type.layout), wholes(values["y"], y.type.layout)
     obvious: dict[str, Callable[[Array, Array], Array]] = {
@@ -167,7 +167,7 @@ def test_one_operand(op: str, layout: str, expected: str) -> None:
     assert z.type.layout.value == expected
     if op == "Send":
         return
-    values = given(x, 1)
+    values = values_on_ranks(x, 1)
     if op == "Norm":
         values = [value.astype(np.float64) for value in values]
     [result] = Pipeline("p", [x], [z]).interpret({"x": values}, RANKS).values()

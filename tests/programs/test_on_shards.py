@@ -235,30 +235,30 @@ def test_programs_that_shards_cannot_run_are_told(daemon: Daemon) -> None:
         return pipeline.fuse_into(["g1_rs", w1])
 
     def run(comm: Communicator) -> None:
-        here = {"w": np.zeros(1000, np.float32)}
+        arrays = {"w": np.zeros(1000, np.float32)}
         g1 = AllReduce(Summation, g)
         w1 = Update(w, w - a * g1)
         plain = Pipeline("plain", [g, w, a], [w1])
-        for pipeline, said in (
+        for pipeline, message in (
             (plain, "has 0 fused all-reduces; expected one: fuse_into makes it"),
             (fused(lambda g1: w + Dropout(g1, 0.5, seed=1)), "shards have no instruction for it"),
             (fused(lambda g1: w + Ite(g1 >= 0, g1, w)), "shards have no instruction for >="),
             (fused(lambda g1: w + g1, Maximum), "does not reduce by Summation"),
         ):
-            with pytest.raises(UsageError, match=said):
-                pipeline.on_shards(comm, here)
+            with pytest.raises(UsageError, match=message):
+                pipeline.on_shards(comm, arrays)
         right = fused(lambda g1: w + g1)
         long = fused(lambda g1: functools.reduce(lambda x, n: x * (g1 + n / 32), range(20), w))
         with pytest.raises(UsageError, match="wrong needs 20 numbers in one exchange; shards take 16: make"):
-            long.on_shards(comm, here)
+            long.on_shards(comm, arrays)
         with pytest.raises(UsageError, match="wrong on shards takes no 'v'; expected N, w"):
-            right.on_shards(comm, here | {"v": here["w"]})
+            right.on_shards(comm, arrays | {"v": arrays["w"]})
         clipped = fused(lambda g1: w - g1 / Norm(g1))
         with pytest.raises(UsageError, match="wrong cannot be lazy: it has norms, or updates no tensor"):
-            clipped.on_shards(comm, here, lazy=True)
+            clipped.on_shards(comm, arrays, lazy=True)
         with pytest.raises(UsageError, match="no value for w"):
             right.on_shards(comm, {"N": 1000})
-        with right.on_shards(comm, here) as running:
+        with right.on_shards(comm, arrays) as running:
             with pytest.raises(UsageError, match="a run of wrong takes no 'lr'; expected g"):
                 running.run({"g": np.zeros(1000, np.float32), "lr": 1.0})
             with pytest.raises(UsageError, match="a run of wrong got values as a list; expected a dict, by name"):
@@ -298,7 +298,7 @@ G, W, OWN = (Tensor(Float32, SIZED, layout, name) for layout, name in ((Local, "
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ([AllReduce(Summation, RATE) * 2], r"AllReduce\(Summation, rate\) is done outside of the fused all-reduce"),
         ([Update(RATE, RATE + 1)], r"Update\(rate, rate \+ 1\) is done outside of the fused all-reduce"),
@@ -307,14 +307,14 @@ G, W, OWN = (Tensor(Float32, SIZED, layout, name) for layout, name in ((Local, "
         ([Norm(OWN)], "own is Local: shards keep one tensor, not one for each rank"),
     ],
 )
-def test_what_differs_between_ranks_is_refused(more: list[Any], said: str) -> None:
+def test_what_differs_between_ranks_is_refused(more: list[Any], message: str) -> None:
     """Beside a fused all-reduce that shards can run."""
     g1 = AllReduce(Summation, G)
     w1 = Update(W, W - g1)
     outputs = [w1, *more]
     used = [each for each in (G, W, RATE, OWN) if each in in_order(outputs)]
     pipeline = Pipeline("beside", used, outputs).split(g1).reorder([w1], g1).fuse_into(["g1_rs", w1])
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         lowered(pipeline)
     assert not runs_on_shards(pipeline)
 

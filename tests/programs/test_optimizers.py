@@ -125,7 +125,7 @@ def test_state_is_cut_where_parts_are_updated(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"betas": 0.9}, "betas is 0.9; expected two numbers"),
         ({"betas": (0.9, 1.0)}, "beta2 is 1; expected 0 or more and less than 1"),
@@ -133,7 +133,7 @@ def test_state_is_cut_where_parts_are_updated(name: str) -> None:
         ({"weight_decay": float("nan")}, "weight_decay is nan; expected 0 or more"),
     ],
 )
-def test_numbers_that_cannot_be(options: dict[str, Any], said: str) -> None:
+def test_numbers_that_cannot_be(options: dict[str, Any], message: str) -> None:
     for make in (adam, lamb):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             make(**options)

@@ -70,8 +70,8 @@ def test_layers(name: str, figure: str, tmp_path: Path) -> None:
     ]
     made(tmp_path, figure)
     totals = [row for row in read_rows(tmp_path / f"{name}.csv") if row.stage == "Total"]
-    wanted = [(case, schedule) for case in ("B=8", "B=16") for schedule in schedules(name)]
-    assert [(row.case, row.schedule) for row in totals] == wanted
+    expected = [(case, schedule) for case in ("B=8", "B=16") for schedule in schedules(name)]
+    assert [(row.case, row.schedule) for row in totals] == expected
     assert {row.elements for row in totals} == {8 * 3, 16 * 3}
 
 

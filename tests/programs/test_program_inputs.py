@@ -36,7 +36,7 @@ def sgd(decay: float = 0.5) -> Pipeline:
     return Pipeline("sgd", [g, w, lr], [w1])
 
 
-def given(**changed: Any) -> dict[str, Any]:
+def arguments(**changed: Any) -> dict[str, Any]:
     arrays = {"g": np.ones(SIZE, np.float32), "w": np.arange(SIZE, dtype=np.float32)}
     return {**arrays, "lr": 0.5, **changed}
 
@@ -48,11 +48,11 @@ def with_another_sign() -> Array:
 
 
 OTHERS: dict[str, tuple[Pipeline, dict[str, Any], str]] = {
-    "a tensor": (sgd(), given(w=with_another_sign()), r"^'w' differs .* rank 2 has float32\[10\], checksum"),
-    "a number": (sgd(), given(lr=0.25), "^'lr' differs between ranks: rank 0 has 0.5, rank 2 has 0.25; expected"),
+    "a tensor": (sgd(), arguments(w=with_another_sign()), r"^'w' differs .* rank 2 has float32\[10\], checksum"),
+    "a number": (sgd(), arguments(lr=0.25), "^'lr' differs between ranks: rank 0 has 0.5, rank 2 has 0.25; expected"),
     "a number that stands in the program": (
         sgd(decay=0.25),
-        given(),
+        arguments(),
         "^'the program' differs between ranks: rank 0 has .* stages, checksum",
     ),
 }
@@ -64,13 +64,13 @@ def test_what_differs_on_one_rank_is_named_on_all(daemon: Daemon, what: str) -> 
     pipeline, values, message = OTHERS[what]
 
     def run(comm: Communicator) -> Array:
-        own_pipeline, own = (pipeline, {**values}) if comm.rank == 2 else (sgd(), given())
+        own_pipeline, own = (pipeline, {**values}) if comm.rank == 2 else (sgd(), arguments())
         own["w"] = before = own["w"].copy()
         kept = before.copy()
         with pytest.raises(UsageError, match=message):
             own_pipeline.run(comm, own)
         np.testing.assert_array_equal(before, kept)
-        return sgd().run(comm, given(g=np.full(SIZE, comm.rank, np.float32)))["w1"]
+        return sgd().run(comm, arguments(g=np.full(SIZE, comm.rank, np.float32)))["w1"]
 
     for weights in run_job(configured(daemon.addresses), 3, run):
         np.testing.assert_array_equal(weights, 0.5 * np.arange(SIZE) - 0.5 * 3)
@@ -120,7 +120,7 @@ def test_a_run_that_compares_nothing_believes_its_ranks(daemon: Daemon) -> None:
     def run(comm: Communicator) -> tuple[float, int]:
         comm.barrier()
         before = comm.statistics().collectives
-        result = sgd().run(comm, given(lr=comm.rank), compare=False)["w1"]
+        result = sgd().run(comm, arguments(lr=comm.rank), compare=False)["w1"]
         return float(result[0]), comm.statistics().collectives - before
 
     assert run_job(configured(daemon.addresses), 2, run) == [(0.0, 1), (-2.0, 1)]
@@ -139,6 +139,6 @@ def test_groups_of_ranks_compare_theirs(daemon: Daemon) -> None:
             return str(error)
         return ""
 
-    said = run_job(configured(daemon.addresses), 4, run)
-    assert said[:2] == ["", ""]
-    assert all(each.startswith("'far' differs between ranks") for each in said[2:])
+    errors = run_job(configured(daemon.addresses), 4, run)
+    assert errors[:2] == ["", ""]
+    assert all(each.startswith("'far' differs between ranks") for each in errors[2:])

@@ -53,7 +53,7 @@ def gradient(rank: int, step: int) -> Array:
     return np.random.default_rng([rank, step]).standard_normal(SIZE).astype(np.float32)
 
 
-def own(pipeline: Pipeline, name: str, comm: Communicator, whole: Array) -> Array:
+def part_of_rank(pipeline: Pipeline, name: str, comm: Communicator, whole: Array) -> Array:
     tensor = next(each for each in pipeline.inputs if each.name == name)
     return cut(whole, tensor.type.layout, comm.size)[comm.rank] if tensor.type.layout.is_sliced else whole.copy()
 
@@ -62,7 +62,7 @@ def train(pipeline: Pipeline, comm: Communicator) -> Array:
     """The weights after some steps, in place."""
     names = {each.name for each in pipeline.inputs}
     values: dict[str, Any] = {"lr": 0.1, "w": np.linspace(-1, 1, SIZE, dtype=np.float32)}
-    values |= {name: own(pipeline, name, comm, np.zeros(SIZE, np.float32)) for name in names & {"m", "v"}}
+    values |= {name: part_of_rank(pipeline, name, comm, np.zeros(SIZE, np.float32)) for name in names & {"m", "v"}}
     kept = values["w"]
     for step in range(1, STEPS + 1):
         values |= {"g": gradient(comm.rank, step)} | ({"t": step} if "t" in names else {})
@@ -110,7 +110,7 @@ def test_a_layer_does_on_ranks_what_it_means(daemon: Daemon) -> None:
     def run(comm: Communicator) -> list[Array]:
         results = []
         for schedule in schedules("model-parallel").values():
-            values = {name: own(schedule, name, comm, array) for name, array in whole.items()}
+            values = {name: part_of_rank(schedule, name, comm, array) for name, array in whole.items()}
             results.append(schedule.run(comm, {**values, "K": 40, "t": 1})["out"])
         return results
 
@@ -229,12 +229,12 @@ def test_a_later_run_leaves_the_results_of_an_earlier_one_alone(daemon: Daemon) 
 def test_values_of_all_kinds_travel(daemon: Daemon) -> None:
     """Values of 16 bits, bools, numbers without a dimension, and slices of unequal size along the last dimension."""
     x = Tensor(Float16, (N, 7), Local, "x")
-    total, most = AllReduce(Summation, x), AllReduce(Maximum, Norm(x))
+    total, largest = AllReduce(Summation, x), AllReduce(Maximum, Norm(x))
     positive = Broadcast(x > 0, root=1)
     c = Tensor(Int64, (4, 7), Sliced_2, "c")
     whole = AllGather(c)
     parts = Cast(Float32, ReduceScatter(Summation, x))
-    pipeline = Pipeline("kinds", [x, c], [total, most, positive, whole, parts])
+    pipeline = Pipeline("kinds", [x, c], [total, largest, positive, whole, parts])
     assert positive.type.dtype == Bool
     xs = [np.random.default_rng(rank).integers(-3, 4, (5, 7)).astype(np.float16) for rank in range(RANKS)]
     cs = cut(np.arange(28).reshape(4, 7), Sliced_2, RANKS)

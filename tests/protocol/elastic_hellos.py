@@ -22,8 +22,8 @@ def hello(rank: int, *, min_ranks: int = 1, max_ranks: int = 3, survived: int = 
     fields: dict[str, Any] = {"version": PROTOCOL_VERSION, "job": "job", "rank": rank, "world_size": max_ranks}
     fields |= {"shard": 0, "shards": 1, "slots": 4, "slot_bytes": 65536, "host": "h", "pid": 100 + rank}
     fields |= {"stripe_blocks": 64, "min_ranks": min_ranks, "last_call_s": SETTLE_S, "survived": survived}
-    said = Hello(**(fields | changes))
-    return replace(said, ticket=ticket(b"", said, survived)) if survived and "ticket" not in changes else said
+    request = Hello(**(fields | changes))
+    return replace(request, ticket=ticket(b"", request, survived)) if survived and "ticket" not in changes else request
 
 
 def last(membership: Membership) -> int:

@@ -145,7 +145,7 @@ def test_a_shard_knows_only_some_codecs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"dtype": "float64"}, "expected an allreduce of float32"),
         ({"op": "max"}, "expected an allreduce of float32, sum or mean"),
@@ -157,8 +157,8 @@ def test_a_shard_knows_only_some_codecs() -> None:
         ({"codec": "", "seed": 1}, "a seed without a codec"),
     ],
 )
-def test_calls_that_no_codec_works_on(changed: dict[str, Any], said: str) -> None:
+def test_calls_that_no_codec_works_on(changed: dict[str, Any], message: str) -> None:
     possible: dict[str, Any] = {"kind": "allreduce", "name": "", "dtype": "float32", "shape": (8,), "codec": "int8"}
     Descriptor(**possible)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         Descriptor(**(possible | changed))

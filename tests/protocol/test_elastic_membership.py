@@ -105,15 +105,15 @@ def test_newcomers_that_come_and_go_make_no_news_for_the_others() -> None:
         membership.connection_ended(2, 6.0 + at / 32)
         assert list(membership.expire(6.0 + at / 32)) == []
     assert membership.deadline is None
-    told: list[tuple[float, Announce]] = []
+    announcements: list[tuple[float, Announce]] = []
     for at in range(64):  # each stays for long enough to be told of, and no longer
         now = 10.0 + 1.0625 * at
         come(membership, 2, now=now)
-        told += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
+        announcements += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
         membership.connection_ended(2, now + 1)
-        told += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
-    assert len(told) == 1, told
-    assert told[0] == (11.0, Announce(old.generation, 1))
+        announcements += [(now + 1, each) for each in membership.expire(now + 1) if isinstance(each, Announce)]
+    assert len(announcements) == 1, announcements
+    assert announcements[0] == (11.0, Announce(old.generation, 1))
     now = 1000.0
     assert list(membership.expire(now)) == [Announce(old.generation, 0)]
 
@@ -268,8 +268,8 @@ def test_a_formation_starts_as_soon_as_there_is_room(max_jobs: int, events: list
         if what == "h":
             there = {"shard": 1, "shards": 2, "min_ranks": 0, "formation": 1 + number % 3, "job": job}
             waiting.append(object())
-            said = hello(0, max_ranks=1 + number % 2, **there)
-            running += admitted(membership.hello(waiting[-1], said, 0.0), waiting)
+            request = hello(0, max_ranks=1 + number % 2, **there)
+            running += admitted(membership.hello(waiting[-1], request, 0.0), waiting)
         elif what == "g" and waiting:
             membership.connection_ended(waiting.pop(number % len(waiting)), 0.0)
         elif what == "f" and running:
@@ -310,11 +310,11 @@ def test_a_random_life(data: st.DataObject) -> None:
             if isinstance(effect, Admit):
                 assert job is None
                 job = effect
-                asked = [waiting.pop(key) for key in effect.keys]
-                assert [each.rank for each in asked] == sorted(each.rank for each in asked)
-                assert [each.rank for each in effect.hellos] == list(range(len(asked)))
-                assert len(asked) == 3 or (len(asked) == 2 and any(each.survived for each in asked))
-                survivors, announced = {each.rank for each in asked}, 0
+                requests = [waiting.pop(key) for key in effect.keys]
+                assert [each.rank for each in requests] == sorted(each.rank for each in requests)
+                assert [each.rank for each in effect.hellos] == list(range(len(requests)))
+                assert len(requests) == 3 or (len(requests) == 2 and any(each.survived for each in requests))
+                survivors, announced = {each.rank for each in requests}, 0
             elif isinstance(effect, Replace):
                 assert job is not None
                 assert effect.generation == job.generation

@@ -65,10 +65,10 @@ def test_after_a_restart_of_the_daemon_survivors_are_believed_but_put_nobody_out
 
 
 def test_a_shard_that_takes_the_place_of_another_knows_its_survivors() -> None:
-    said = hello(0, survived=7)
+    request = hello(0, survived=7)
     again = Membership(LIMITS, salt=50)
     list(again.hello("newcomer", hello(0), 0.0))
-    refused, waits = again.hello("survivor", said, 0.0)
+    refused, waits = again.hello("survivor", request, 0.0)
     assert (refused.key, waits.key) == ("newcomer", "survivor")
 
 
@@ -90,13 +90,13 @@ def test_who_only_claims_to_survive_keeps_nobody_waiting() -> None:
 
 
 def test_claims_and_tickets_do_not_pass_the_size_of_a_job() -> None:
-    for claims, most in (({"ticket": b""}, 2), ({}, 5)):
+    for claims, limit in (({"ticket": b""}, 2), ({}, 5)):
         membership = Membership(LIMITS)
         running(membership, 0, 1, 2)
         come(membership, 5)  # while they are still expected
         membership.finished(1, 0.0)
         answers = [list(membership.hello(rank, hello(rank, survived=1, **claims), 0.0))[-1] for rank in range(10, 20)]
-        assert sum(isinstance(answer.message, Pending) for answer in answers) == most
+        assert sum(isinstance(answer.message, Pending) for answer in answers) == limit
         assert len(membership._pending_jobs) == 1
 
 
@@ -149,8 +149,8 @@ def test_no_number_of_a_hello_makes_work(elastic: bool) -> None:
     membership = Membership(LIMITS)
     come(membership, 0, 1)
     max_ranks = (1 << 31) - 1
-    said = hello(1, max_ranks=max_ranks, survived=1 if elastic else 0, min_ranks=int(elastic))
-    (answer,) = membership.hello("huge", said, 0.0)
+    request = hello(1, max_ranks=max_ranks, survived=1 if elastic else 0, min_ranks=int(elastic))
+    (answer,) = membership.hello("huge", request, 0.0)
     assert "aggregator.max_world_size is 40" in answer.message.reason
 
 
@@ -245,8 +245,8 @@ def test_a_formation_does_not_start_in_the_room_of_who_gathers(limits: Limits, t
     membership = Membership(limits)
 
     def comes(rank: int, max_ranks: int, **changes: Any) -> Any:
-        said = hello(rank, max_ranks=max_ranks, shard=1, shards=2, min_ranks=0, **changes)
-        (effect,) = membership.hello(object(), said, 0.0, terms)
+        request = hello(rank, max_ranks=max_ranks, shard=1, shards=2, min_ranks=0, **changes)
+        (effect,) = membership.hello(object(), request, 0.0, terms)
         return effect
 
     first = comes(0, 1, formation=7)

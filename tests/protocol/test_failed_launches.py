@@ -32,11 +32,11 @@ def refusals(effects: list[Any]) -> dict[Any, Refused]:
 )
 def test_all_who_wait_are_refused_at_once_with_the_reason(changes: dict[str, Any]) -> None:
     membership = gathered(0, 2)
-    told = refusals(join(membership, 1, world_size=4, launch=LAUNCH, **changes))
-    assert list(told) == [("job", 1), ("job", 0), ("job", 2)]
-    reason = told["job", 1].reason
+    refused = refusals(join(membership, 1, world_size=4, launch=LAUNCH, **changes))
+    assert list(refused) == [("job", 1), ("job", 0), ("job", 2)]
+    reason = refused["job", 1].reason
     assert not reason.startswith(WHY)
-    assert told["job", 0] == told["job", 2] == Refused(WHY + reason)
+    assert refused["job", 0] == refused["job", 2] == Refused(WHY + reason)
     assert membership.deadline is None
     assert membership.pending_jobs(1.0) == []
 

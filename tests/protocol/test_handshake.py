@@ -49,8 +49,8 @@ def test_both_prove_it_and_then_the_worker_may_say_hello() -> None:
 
 def test_a_proof_is_an_hmac_of_role_and_nonces() -> None:
     """The bytes of the protocol: whoever changes them raises PROTOCOL_VERSION."""
-    said = b"omnireduce handshake 2\0worker\0" + W + A
-    assert SECRET.proof("worker", W, A) == hmac.new(b"what members know", said, hashlib.sha256).digest()
+    signed = b"omnireduce handshake 2\0worker\0" + W + A
+    assert SECRET.proof("worker", W, A) == hmac.new(b"what members know", signed, hashlib.sha256).digest()
 
 
 def test_no_two_proofs_are_alike() -> None:
@@ -163,11 +163,11 @@ def test_each_team_proves_its_own_secret_and_so_does_the_aggregator(secret: Secr
 
 
 def test_what_a_worker_says_of_its_team_in_a_hello_does_not_count() -> None:
-    said = msgspec.structs.replace(HELLO, job="one", team="two")
+    request = msgspec.structs.replace(HELLO, job="one", team="two")
     gate = prove(MINE)
-    assert gate.answer(said) is None
-    assert gate.signed(said).team == "one"
-    assert Gate(None, A).signed(said).team == ""
+    assert gate.answer(request) is None
+    assert gate.signed(request).team == "one"
+    assert Gate(None, A).signed(request).team == ""
 
 
 ALLOWED = {
@@ -193,7 +193,7 @@ def test_a_team_has_job_names_of_its_own(team: str) -> None:
 
 def test_a_team_that_does_not_exist_is_refused_like_a_wrong_secret() -> None:
     """In the same words, and with the same work: neither tells a stranger which teams there are."""
-    said = []
+    reasons = []
     for team in ("one", "none"):
         gate, candidate = Gate(SEVERAL, A), Candidate(Secret(b"a guess of a stranger", team), W)
         proof = candidate.answer(Challenge(A))
@@ -201,9 +201,9 @@ def test_a_team_that_does_not_exist_is_refused_like_a_wrong_secret() -> None:
         assert isinstance(proof, Proof)
         with pytest.raises(ProtocolError) as caught:
             gate.answer(proof)
-        said.append(str(caught.value).replace(f"'{team}'", "'…'"))
-    assert "has another secret than the aggregator of team '…', or there is no such team: give both" in said[0]
-    assert said[0] == said[1]
+        reasons.append(str(caught.value).replace(f"'{team}'", "'…'"))
+    assert "has another secret than the aggregator of team '…', or there is no such team: give both" in reasons[0]
+    assert reasons[0] == reasons[1]
     work = {name: len(SEVERAL.of(name).secrets) for name in ("", "one", "two", "none", "four")}
     assert len(set(work.values())) == 1
     sizing = {len(secret.team) > 0 for secret in SEVERAL.of("none").secrets}

@@ -77,11 +77,11 @@ def check_bytes(cluster: InprocCluster, inputs: Sequence[Rows]) -> None:
 
 
 @settings(max_examples=60)
-@given(seed=SEEDS, ranks=st.integers(1, 5), most=st.integers(1, 9))
-def test_parts_of_any_size(seed: int, ranks: int, most: int) -> None:
+@given(seed=SEEDS, ranks=st.integers(1, 5), limit=st.integers(1, 9))
+def test_parts_of_any_size(seed: int, ranks: int, limit: int) -> None:
     cluster, rng = one_host(ranks, 1024, 3, seed), np.random.default_rng(seed)
-    parts = [rng.integers(0, 99, int(rng.integers(most * 1024 // 8))) for _ in range(ranks)]
-    results = [cluster.ragged(rank, part, most) for rank, part in enumerate(parts)]
+    parts = [rng.integers(0, 99, int(rng.integers(limit * 1024 // 8))) for _ in range(ranks)]
+    results = [cluster.ragged(rank, part, limit) for rank, part in enumerate(parts)]
     cluster.run()
     for result in results:
         assert [part.tolist() for part in result.parts] == [part.tolist() for part in parts]

@@ -56,7 +56,7 @@ def begun(hello: Hello = HELLO, secret: Secret | None = None, shards: int = 2) -
     return joining
 
 
-def told(joining: Joining, shard: int, *messages: ControlMessage, now: float = 0.0) -> list[Any]:
+def receive(joining: Joining, shard: int, *messages: ControlMessage, now: float = 0.0) -> list[Any]:
     return [effect for message in messages for effect in joining.control_received(shard, message, now)]
 
 
@@ -84,8 +84,8 @@ def test_all_aggregators_in_turn_then_all_welcomes() -> None:
     assert (hello_in(first), connect) == (HELLO, Connect(1, LIMIT_S))
     (second,) = joining.connected(1, NONCE, 2.0)
     assert hello_in(second) == replace(HELLO, shard=1)
-    assert told(joining, 1, Pending([0], 1), Welcome(5, whole_bytes=8)) == []
-    (joined,) = told(joining, 0, Welcome(6, whole_bytes=8))
+    assert receive(joining, 1, Pending([0], 1), Welcome(5, whole_bytes=8)) == []
+    (joined,) = receive(joining, 0, Welcome(6, whole_bytes=8))
     assert isinstance(joined, Joined)
     assert (joined.rank, joined.size, joined.generation, joined.whole_bytes) == (1, 2, 6, 8)
     assert joining.deadline is None
@@ -94,8 +94,8 @@ def test_all_aggregators_in_turn_then_all_welcomes() -> None:
 def test_the_secret_is_proved_before_the_hello() -> None:
     joining = begun(secret=SECRET, shards=1)
     assert list(joining.connected(0, NONCE, 0.0)) == [SendControl(0, Greeting(PROTOCOL_VERSION, NONCE))]
-    assert told(joining, 0, Challenge(THEIRS)) == [SendControl(0, Proof(SECRET.proof("worker", NONCE, THEIRS)))]
-    (hello,) = told(joining, 0, Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
+    assert receive(joining, 0, Challenge(THEIRS)) == [SendControl(0, Proof(SECRET.proof("worker", NONCE, THEIRS)))]
+    (hello,) = receive(joining, 0, Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
     assert hello_in(hello) == HELLO
 
 
@@ -103,7 +103,7 @@ def test_who_does_not_prove_itself_gets_no_hello() -> None:
     for answers in ([Welcome(1)], [Challenge(THEIRS), Proof(bytes(32))], [Pending([1], 1)]):
         joining = begun(secret=SECRET, shards=1)
         list(joining.connected(0, NONCE, 0.0))
-        effects = told(joining, 0, *answers)
+        effects = receive(joining, 0, *answers)
         assert not any(isinstance(effect, SendControl) and isinstance(effect.message, Hello) for effect in effects)
         assert isinstance(failure(effects[-2:]), TransportError)
 
@@ -147,14 +147,14 @@ def test_a_connection_that_is_lost_before_the_hello_is_made_again(hello: Hello) 
 def test_the_connections_before_a_lost_one_stay() -> None:
     joining = begun(secret=SECRET)
     list(joining.connected(0, NONCE, 0.0))
-    told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
+    receive(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
     list(joining.connected(1, NONCE, 0.0))
     assert list(joining.lost(1, "connection closed", 0.8)) == [HangUp(1)]
     assert list(joining.timer(0.9)) == [Connect(1, LIMIT_S)]
     list(joining.connected(1, NONCE, 1.1))
-    told(joining, 0, Welcome(3))
-    told(joining, 1, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)), now=1.2)
-    (joined,) = told(joining, 1, Welcome(4), now=1.3)
+    receive(joining, 0, Welcome(3))
+    receive(joining, 1, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)), now=1.2)
+    (joined,) = receive(joining, 1, Welcome(4), now=1.3)
     assert [welcome.generation for welcome in joined.welcomes] == [3, 4]
 
 
@@ -162,7 +162,7 @@ def test_what_cannot_get_better_is_final_before_the_hello_too() -> None:
     for answer, expected in ((Refused("no"), "refused: no"), (Challenge(THEIRS), ": no frame (before this worker")):
         joining = begun(secret=SECRET)
         list(joining.connected(0, NONCE, 0.0, "; does it want TLS?"))
-        effects = told(joining, 0, answer)
+        effects = receive(joining, 0, answer)
         if isinstance(answer, Challenge):  # it breaks a rule, or says by TLS that we do
             effects = list(joining.lost(0, "no frame", 1.0, for_good=True))
         text = str(failure(effects))
@@ -179,7 +179,7 @@ def test_who_is_missing_is_said_again_and_again_and_in_the_end() -> None:
     """As in an all-reduce, after 1, 2, 4, ... seconds."""
     joining = begun(shards=1)
     list(joining.connected(0, NONCE, 0.0))
-    told(joining, 0, Pending([0], 1, "rank 0 was refused"))
+    receive(joining, 0, Pending([0], 1, "rank 0 was refused"))
     for waited_s in (1.0, 2.0, 4.0, 8.0, 16.0):
         assert joining.deadline == waited_s
         assert list(joining.timer(waited_s - 0.1)) == []
@@ -195,15 +195,15 @@ def test_who_is_missing_is_said_again_and_again_and_in_the_end() -> None:
 def test_ranks_whose_kernels_compile_are_waited_for_and_that_is_said() -> None:
     joining = begun(shards=1)
     list(joining.connected(0, NONCE, 0.0))
-    told(joining, 0, Pending([0, 3], 2))
-    said = list[str]()
+    receive(joining, 0, Pending([0, 3], 2))
+    texts = list[str]()
     for now in (20.0, 40.0, 60.0):
-        assert told(joining, 0, Pending([0, 3], 2, compiling=[3]), now=now) == []
-        said += [each.text for each in joining.timer(now)]  # type: ignore[union-attr]
+        assert receive(joining, 0, Pending([0, 3], 2, compiling=[3]), now=now) == []
+        texts += [each.text for each in joining.timer(now)]  # type: ignore[union-attr]
     where = "waiting for rank 0, 3 of job 'job' at aggregator a:0 (the kernels of rank 3 compile)"
-    assert said
-    assert all(each.startswith(where) for each in said)
-    told(joining, 0, Pending([0], 1), now=70.0)
+    assert texts
+    assert all(each.startswith(where) for each in texts)
+    receive(joining, 0, Pending([0], 1), now=70.0)
     assert joining.deadline is not None
     assert not [each for each in joining.timer(89.9) if isinstance(each, JoinFailed)]
     error = failure(joining.timer(90.0))  # the last time that it was said was at 60 s
@@ -215,7 +215,7 @@ def test_an_aggregator_that_says_for_ever_that_ranks_compile_is_not_believed() -
     list(joining.connected(0, NONCE, 0.0))
     latest = COMPILING_S + 2 * LIMIT_S
     for now in range(20, int(latest), 20):
-        told(joining, 0, Pending([3], 1, compiling=[3]), now=float(now))
+        receive(joining, 0, Pending([3], 1, compiling=[3]), now=float(now))
         assert not [each for each in joining.timer(float(now)) if isinstance(each, JoinFailed)]
     assert isinstance(failure(joining.timer(latest)), RefusedError)
 
@@ -223,7 +223,7 @@ def test_an_aggregator_that_says_for_ever_that_ranks_compile_is_not_believed() -
 def test_a_failure_behind_the_last_welcome_ends_it_all_the_same() -> None:
     joining = begun(shards=1)
     list(joining.connected(0, NONCE, 0.0))
-    (joined, *rest) = told(joining, 0, Welcome(1), Newcomers(3), Aborted(Cause("rank 0", "died")))
+    (joined, *rest) = receive(joining, 0, Welcome(1), Newcomers(3), Aborted(Cause("rank 0", "died")))
     assert isinstance(joined, Joined)
     assert joining.newcomers == 3
     error = failure(rest)
@@ -237,7 +237,7 @@ def test_an_aggregator_that_begins_the_job_hears_which_other_one_was_lost(others
     joining = begun()
     list(joining.connected(0, NONCE, 0.0))
     list(joining.connected(1, NONCE, 0.0))
-    told(joining, 1, *others)
+    receive(joining, 1, *others)
     leave = Leave(Cause("aggregator a:0", "connection closed"))
     assert list(joining.lost(0, "connection closed", 1.0))[:3] == [
         SendControl(0, leave),
@@ -250,13 +250,13 @@ def test_an_aggregator_that_begins_the_job_hears_why_another_one_has_ended_it() 
     joining, died = begun(), Cause("rank 0", "died")
     list(joining.connected(0, NONCE, 0.0))
     list(joining.connected(1, NONCE, 0.0))
-    assert told(joining, 0, Aborted(died))[:2] == [SendControl(0, Leave(died)), SendControl(1, Leave(died))]
+    assert receive(joining, 0, Aborted(died))[:2] == [SendControl(0, Leave(died)), SendControl(1, Leave(died))]
 
 
 def test_what_the_other_ranks_hear_of_an_error_is_bounded() -> None:
     joining = begun(shards=1)
     list(joining.connected(0, NONCE, 0.0))
-    (leave, *_) = told(joining, 0, Refused("no" * 2048))
+    (leave, *_) = receive(joining, 0, Refused("no" * 2048))
     assert decode_control(encode_control(leave.message)) == leave.message
 
 
@@ -271,7 +271,7 @@ def test_who_has_not_proved_itself_hears_nothing() -> None:
 def test_what_is_no_answer_to_a_hello(message: ControlMessage) -> None:
     joining = begun(shards=2)
     list(joining.connected(0, NONCE, 0.0))
-    error = failure(told(joining, 0, Welcome(1), message))
+    error = failure(receive(joining, 0, Welcome(1), message))
     assert f"aggregator a:0 answered the hello with {type(message).__name__}" in str(error)
 
 
@@ -279,16 +279,16 @@ def test_aggregators_that_disagree_about_whole_tensors() -> None:
     joining = begun()
     list(joining.connected(0, NONCE, 0.0))
     list(joining.connected(1, NONCE, 0.0))
-    told(joining, 0, Welcome(1, whole_bytes=8))
-    assert "disagree about which tensors stay whole: up to 8, 0 bytes" in str(failure(told(joining, 1, Welcome(1))))
+    receive(joining, 0, Welcome(1, whole_bytes=8))
+    assert "disagree about which tensors stay whole: up to 8, 0 bytes" in str(failure(receive(joining, 1, Welcome(1))))
 
 
 def test_aggregators_that_disagree_about_hosts() -> None:
     joining = begun()
     list(joining.connected(0, NONCE, 0.0))
     list(joining.connected(1, NONCE, 0.0))
-    told(joining, 0, Welcome(1, local_ranks=(0, 1), host=0, hosts=1))
-    error = failure(told(joining, 1, Welcome(1, local_ranks=(1,), host=1, hosts=2)))
+    receive(joining, 0, Welcome(1, local_ranks=(0, 1), host=0, hosts=1))
+    error = failure(receive(joining, 1, Welcome(1, local_ranks=(1,), host=1, hosts=2)))
     assert str(error) == "the aggregators disagree about which ranks share a host"
 
 
@@ -298,10 +298,10 @@ def test_a_rank_of_a_group_comes_to_the_others_once_the_first_has_welcomed_it() 
     joining = begun(group)
     (first,) = joining.connected(0, NONCE, 1.0)
     assert hello_in(first) == group
-    assert told(joining, 0, Pending([0], 1), Welcome(6), now=2.0) == [Connect(1, LIMIT_S)]
+    assert receive(joining, 0, Pending([0], 1), Welcome(6), now=2.0) == [Connect(1, LIMIT_S)]
     (second,) = joining.connected(1, NONCE, 2.0)
     assert hello_in(second) == replace(group, shard=1)
-    (joined,) = told(joining, 1, Welcome(5))
+    (joined,) = receive(joining, 1, Welcome(5))
     assert isinstance(joined, Joined)
     assert (joined.rank, joined.size, joined.generation) == (1, 2, 6)
 
@@ -312,20 +312,20 @@ def test_a_rank_of_a_group_comes_to_the_others_once_the_first_has_welcomed_it() 
 def seated(hello: Hello = SURVIVOR, secret: Secret | None = None) -> Joining:
     """It has its assignment since 10.0, and connects to the second aggregator."""
     joining = begun(hello)
-    (said,) = joining.connected(0, NONCE, 0.0)
-    assert hello_in(said) == hello
-    (connect,) = told(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=10.0)
+    (effect,) = joining.connected(0, NONCE, 0.0)
+    assert hello_in(effect) == hello
+    (connect,) = receive(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=10.0)
     assert connect == Connect(1, 15.0)
     return joining
 
 
 def test_a_seat_is_taken_to_the_other_aggregators() -> None:
     joining = seated()
-    (said,) = joining.connected(1, NONCE, 10.0)
-    assert hello_in(said) == replace(
+    (effect,) = joining.connected(1, NONCE, 10.0)
+    assert hello_in(effect) == replace(
         SURVIVOR, shard=1, rank=0, world_size=2, formation=9, min_ranks=0, last_call_s=0.0, survived=0, ticket=b""
     )
-    (joined,) = told(joining, 1, Welcome(8))
+    (joined,) = receive(joining, 1, Welcome(8))
     assert (joined.rank, joined.size, joined.generation, joined.assignment) == (0, 2, 3, ASSIGNMENT)
 
 
@@ -333,7 +333,7 @@ def test_a_seat_is_taken_to_the_other_aggregators() -> None:
 def test_an_assignment_that_cannot_be(assignment: RankAssignment | None) -> None:
     joining = begun(ELASTIC)
     list(joining.connected(0, NONCE, 0.0))
-    effects = told(joining, 0, Welcome(3, assignment=assignment))
+    effects = receive(joining, 0, Welcome(3, assignment=assignment))
     assert after_leaves(effects)[0] == HangUp()
 
 
@@ -345,16 +345,16 @@ def test_who_has_a_seat_and_does_not_come_along_tries_again_with_its_new_ticket(
     assert "an answer of aggregator a:1 after 5 s, which a worker has from the first aggregator" in notice.text
     assert joining.deadline == pytest.approx(15.1)
     assert list(joining.timer(15.1)) == [Connect(0, LIMIT_S)]
-    (said,) = joining.connected(0, NONCE, 15.1)
-    assert hello_in(said) == replace(SURVIVOR, survived=9, ticket=ASSIGNMENT.ticket)
+    (effect,) = joining.connected(0, NONCE, 15.1)
+    assert hello_in(effect) == replace(SURVIVOR, survived=9, ticket=ASSIGNMENT.ticket)
 
 
 def test_a_survivor_waits_for_the_proof_of_an_aggregator_that_was_stopped() -> None:
     """It has time left to join, so a proof that is late is not final."""
     joining = begun(SURVIVOR, SECRET)
     list(joining.connected(0, NONCE, 0.0))
-    told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
-    told(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=1.0)
+    receive(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
+    receive(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=1.0)
     list(joining.connected(1, NONCE, 1.0))  # and then nothing comes
     hang_up, notice = after_leaves(joining.timer(6.0))
     assert hang_up == HangUp()
@@ -366,8 +366,8 @@ def test_an_aggregator_that_had_no_time_to_prove_itself_is_not_blamed_for_that()
     """The first aggregator gave the place in the last moment."""
     joining = begun(replace(SURVIVOR, survived=0, ticket=b""), SECRET)
     list(joining.connected(0, NONCE, 0.0))
-    told(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
-    told(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=LIMIT_S - 0.001)
+    receive(joining, 0, Challenge(THEIRS), Proof(SECRET.proof("aggregator", NONCE, THEIRS)))
+    receive(joining, 0, Welcome(3, assignment=ASSIGNMENT), now=LIMIT_S - 0.001)
     list(joining.connected(1, NONCE, LIMIT_S - 0.001))
     _, failed = after_leaves(joining.timer(LIMIT_S))
     assert "still waiting for an answer of aggregator a:1 after cluster.join_timeout_s" in str(failed.error)
@@ -415,7 +415,7 @@ def test_a_newcomer_waits_for_an_aggregator_that_has_answered_before() -> None:
     """The aggregator may have been started again meanwhile."""
     joining = begun(ELASTIC)
     list(joining.connected(0, NONCE, 0.0))
-    told(joining, 0, Pending([0], 1))
+    receive(joining, 0, Pending([0], 1))
     assert list(joining.lost(0, "connection closed", 5.0))[1:] != []
     assert joining.deadline == pytest.approx(5.1)
 
@@ -423,24 +423,24 @@ def test_a_newcomer_waits_for_an_aggregator_that_has_answered_before() -> None:
 def test_who_waits_for_a_place_or_for_memory_is_told_so() -> None:
     joining = begun(shards=1)
     list(joining.connected(0, NONCE, 0.0))
-    told(joining, 0, Pending([], 0))
+    receive(joining, 0, Pending([], 0))
     (notice,) = joining.timer(2.0)
     assert notice.text == "waiting for the last generation of job 'job' to go, at aggregator a:0 since 2 s"
 
 
 def test_a_reason_for_which_attempts_fail_is_said_again() -> None:
-    joining, said = begun(SURVIVOR, shards=1), list[str]()
+    joining, texts = begun(SURVIVOR, shards=1), list[str]()
     now = 0.0
     while now < 10:
         list(joining.connected(0, NONCE, now))
-        effects = told(joining, 0, Refused("full", temporary=True), now=now)
-        said += [effect.text for effect in effects if isinstance(effect, Notice)]
+        effects = receive(joining, 0, Refused("full", temporary=True), now=now)
+        texts += [effect.text for effect in effects if isinstance(effect, Notice)]
         assert joining.deadline is not None
         now = joining.deadline
         list(joining.timer(now))
-    assert said[0] == "joining once more: aggregator a:0 refused: full"
-    assert 3 <= len(said) <= 5
-    assert all(re.search("since [0-9]+ s: aggregator a:0 refused: full", text) for text in said[1:])
+    assert texts[0] == "joining once more: aggregator a:0 refused: full"
+    assert 3 <= len(texts) <= 5
+    assert all(re.search("since [0-9]+ s: aggregator a:0 refused: full", text) for text in texts[1:])
 
 
 def test_pauses_grow_and_end_with_the_time_to_join() -> None:

@@ -86,13 +86,13 @@ def test_tiny_rows_travel_with_steps(width: int, shards: int) -> None:
 @pytest.mark.parametrize("down", [False, True])
 def test_steps_that_are_wrong_name_who_sent_them(steps: bytes, words: str, down: bool) -> None:
     cluster = InprocCluster(2, slot_bytes=slot_bytes_for(100, 4))
-    told = []
+    culprits = []
 
     def lie(shard: int, rank: int, is_down: bool, slot: Array, nbytes: int) -> int:
         header = read_header(slot, nbytes)
-        if is_down != down or rank != 1 or header.block_count != 5 or told:
+        if is_down != down or rank != 1 or header.block_count != 5 or culprits:
             return nbytes
-        told.append(words)
+        culprits.append(words)
         extra = slot[header.list_stop : nbytes].tobytes()
         listed = np.frombuffer(steps, np.uint8)
         return seal(slot, header.collective, header.frontier, np.arange(5), header.block_bytes, extra, steps=listed)
@@ -101,7 +101,7 @@ def test_steps_that_are_wrong_name_who_sent_them(steps: bytes, words: str, down:
     for rank in range(2):
         cluster.rows(rank, np.arange(3, 8), np.ones((5, 1), np.float32), 99)
     cluster.settle()
-    assert told
+    assert culprits
     end = cluster.worker_ends[1 if down else 0]
     assert end is not None
     assert end.cause is not None

@@ -99,10 +99,10 @@ def test_who_waits_hears_of_another_launch_of_the_same_name() -> None:
     assert "rank 0 (host h, pid 100) waits for a job of this name, too, but in another launch (b and a)" in (
         answer.message.note
     )
-    told = {each.key: each.message.note for each in membership.expire(1.0)}
+    notes = {each.key: each.message.note for each in membership.expire(1.0)}
     assert (
         "rank 1 (host h, pid 101) waits for a job of this name, too, but in another launch (a and b)"
-        in (told["job", 0])
+        in (notes["job", 0])
     )
 
 
@@ -381,8 +381,8 @@ class Life(RuleBasedStateMachine):
                 del self.waiting[effect.key]
             else:
                 mine = self.waiting[effect.key]
-                here = {each.rank for each in self.waiting.values() if each.job == mine.job}
-                missing = [rank for rank in range(mine.world_size) if rank not in here]
+                ranks = {each.rank for each in self.waiting.values() if each.job == mine.job}
+                missing = [rank for rank in range(mine.world_size) if rank not in ranks]
                 assert (effect.message.missing, effect.message.total_missing) == (missing[:16], len(missing))
         return started
 
@@ -390,8 +390,8 @@ class Life(RuleBasedStateMachine):
         assert self.membership.intake.state != "closed"
         assert admit.generation > self.started
         self.started = admit.generation
-        said = [msgspec.structs.replace(each, formation=0, ticket=b"") for each in admit.hellos]
-        assert [self.waiting.pop(key) for key in admit.keys] == said
+        requests = [msgspec.structs.replace(each, formation=0, ticket=b"") for each in admit.hellos]
+        assert [self.waiting.pop(key) for key in admit.keys] == requests
         assert [each.rank for each in admit.hellos] == list(range(admit.hellos[0].world_size))
         agreed = {(each.job, each.team, each.world_size, each.shards, each.shard, each.slots) for each in admit.hellos}
         assert len(agreed) == 1
@@ -513,8 +513,8 @@ def test_time_does_not_go_by_while_kernels_compile() -> None:
     assert join(membership, 0, world_size=3) == [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
     for second in (1, 2, 3 * limit_s):  # said again and again
         assert membership.deadline <= second  # type: ignore[operator]
-        told = [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
-        assert list(membership.expire(second)) == told
+        expected = [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
+        assert list(membership.expire(second)) == expected
     membership.connection_ended(("compiles", 2), 3 * limit_s)
     assert join(membership, 2, world_size=3, now=3 * limit_s) == [Answer(("job", 2), Pending([1], 1))]
     assert not [each for each in membership.expire(4 * limit_s - 0.5) if isinstance(each.message, Refused)]  # type: ignore[union-attr]
@@ -549,8 +549,8 @@ def test_ranks_that_compile_count_as_ranks_that_a_shard_and_a_team_may_have() ->
     membership = Membership(TIGHT)  # five ranks
 
     def compiles(number: int, **changes: Any) -> list[Any]:
-        said = hello(0, 1, job=f"job{number}", compiling=True, **changes)
-        return list(membership.hello(number, said, 0.0, TEAM_TERMS if changes else FREE))
+        request = hello(0, 1, job=f"job{number}", compiling=True, **changes)
+        return list(membership.hello(number, request, 0.0, TEAM_TERMS if changes else FREE))
 
     assert [compiles(number, team="red") for number in range(3)] == [
         [Answer(number, Pending([], 0))] for number in range(3)
@@ -565,9 +565,9 @@ def test_ranks_that_compile_count_as_ranks_that_a_shard_and_a_team_may_have() ->
 def test_nobody_waits_for_who_is_here_or_can_never_come_though_it_says_that_it_compiles() -> None:
     membership = Membership(LIMITS)
     join(membership, 0, world_size=3)
-    (first, told) = (each.message for each in compile_as(membership, 0) + list(membership.expire(1.0)))
+    (first, second) = (each.message for each in compile_as(membership, 0) + list(membership.expire(1.0)))
     assert "rank 0 (host h, pid 100) is already in job 'job'" in first.reason
-    assert told.compiling == []
+    assert second.compiling == []
     other = list(membership.hello("other", hello(2, 4, compiling=True), 1.0))
     assert "world_size 4 differs from 3" in refusal(other)
     assert refused(membership.expire(LIMITS.join_timeout_s)) == [("job", 0)]
@@ -579,11 +579,11 @@ def test_of_several_connections_of_a_rank_that_compiles_the_last_one_counts() ->
         list(membership.hello(("again", number), hello(1, 3, compiling=True), now))
     join(membership, 0, world_size=3, now=5.0)
     membership.connection_ended(("again", 0), 6.0)
-    (told,) = membership.expire(10.0)
-    assert told == Answer(("job", 0), Pending([1, 2], 2, compiling=[1]))
+    (answer,) = membership.expire(10.0)
+    assert answer == Answer(("job", 0), Pending([1, 2], 2, compiling=[1]))
     join(membership, 1, world_size=3, now=11.0)
-    (told, *_) = membership.expire(12.0)
-    assert told == Answer(("job", 0), Pending([2], 1, compiling=[]))
+    (answer, *_) = membership.expire(12.0)
+    assert answer == Answer(("job", 0), Pending([2], 1, compiling=[]))
 
 
 def refused(effects: Iterable[MembershipEffect]) -> list[Hashable]:

@@ -25,8 +25,10 @@ RANKS, ELEMENTS = 4, 300
 
 def refuse(cluster: InprocCluster, rank: int, why: str) -> None:
     empty = np.zeros(0, BYTES)
-    called = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused=why)
-    cluster.submit(rank, called, DenseTensor(empty, empty, cluster.sharding.layout(called), called.element.zero_mask))
+    descriptor = Descriptor("refusal", "", "uint8", (0,), item_bytes=1, refused=why)
+    cluster.submit(
+        rank, descriptor, DenseTensor(empty, empty, cluster.sharding.layout(descriptor), descriptor.element.zero_mask)
+    )
 
 
 def of_shape(shape: str, shards: int) -> InprocCluster:
@@ -97,13 +99,13 @@ def test_what_some_refuse_ends_the_job(
 
 
 def unpacked(rows: Array) -> Packets:
-    most = 4
+    limit = 4
     cluster = InprocCluster(2)
-    called = Descriptor("allgather_ragged", "", "uint8", (), item_bytes=1, parts=2, packets=most)
+    descriptor = Descriptor("allgather_ragged", "", "uint8", (), item_bytes=1, parts=2, packets=limit)
     own = packed(np.arange(9, dtype=np.uint8))
-    layout = cluster.sharding.layout(called)
-    packets = Packets(own, own[:0, 0], layout, Pool().take, rank=0, senders=range(2), max_packets=most)
-    numbers = np.concatenate((np.arange(len(own)), most + np.arange(len(rows))))
+    layout = cluster.sharding.layout(descriptor)
+    packets = Packets(own, own[:0, 0], layout, Pool().take, rank=0, senders=range(2), max_packets=limit)
+    numbers = np.concatenate((np.arange(len(own)), limit + np.arange(len(rows))))
     packets.put(np.concatenate((own, rows)), numbers, np.zeros(len(numbers), np.bool_), False)
     packets.finish()
     return packets

@@ -30,8 +30,8 @@ def running(**changes: Any) -> Membership:
 
 def come(membership: Membership, rank: int, at: int, size: int, now: float = 0.0, **changes: Any) -> list[Any]:
     """Rank `rank` of the job says hello as rank `at` of the group."""
-    said = hello(at, size, **({"job": GROUP, "pid": 100 + rank, "parent_rank": rank} | changes))
-    return list(membership.hello((rank, now), said, now))
+    request = hello(at, size, **({"job": GROUP, "pid": 100 + rank, "parent_rank": rank} | changes))
+    return list(membership.hello((rank, now), request, now))
 
 
 def refuse(membership: Membership, who: int, now: float = 0.0, **changes: Any) -> list[Any]:
@@ -40,7 +40,7 @@ def refuse(membership: Membership, who: int, now: float = 0.0, **changes: Any) -
     return list(membership.hello((who, "refuses", now), hello(**(fields | changes)), now))
 
 
-def told(rank: int) -> Refused:
+def refused_by(rank: int) -> Refused:
     return Refused(f"group '{GROUP}' cannot start: rank {rank} (host h, pid {100 + rank}) has refused: {WHY}")
 
 
@@ -50,9 +50,9 @@ def test_who_waits_and_who_comes_later_hears_it_and_the_next_attempt_is_sound(la
     come(membership, 2, 0, 3, launch=launch)
     first, other = refuse(membership, 3, launch=launch)
     assert first.message == Refused(WHY)
-    assert (other.key, other.message) == ((2, 0.0), told(3))
+    assert (other.key, other.message) == ((2, 0.0), refused_by(3))
     assert [each.message for each in come(membership, 3, 1, 3, 1.0, launch=launch)] == [Pending([0, 2], 2)]
-    assert [each.message for each in come(membership, 0, 2, 3, 1.0, launch=launch)] == [told(3)]
+    assert [each.message for each in come(membership, 0, 2, 3, 1.0, launch=launch)] == [refused_by(3)]
     come(membership, 2, 0, 3, 2.0, launch=launch)
     assert isinstance(come(membership, 0, 2, 3, 2.0, launch=launch)[0], Admit)
 
@@ -145,11 +145,11 @@ class Attempts:
         ranks, refusing = self._attempts[at]
         fields = {"job": GROUP, "pid": 100 + rank, "parent_rank": rank}
         if rank in refusing:
-            said = hello(rank, len(ranks) if self._knows_size else RANKS, refuses=f"attempt {at}", **fields)
+            request = hello(rank, len(ranks) if self._knows_size else RANKS, refuses=f"attempt {at}", **fields)
         else:
-            said = hello(ranks.index(rank), len(ranks), **fields)
+            request = hello(ranks.index(rank), len(ranks), **fields)
         self._waiting[key] = rank
-        for effect in self.membership.hello(key, said, 0.0):
+        for effect in self.membership.hello(key, request, 0.0):
             self._deal(effect)
 
     def _deal(self, effect: Any) -> None:

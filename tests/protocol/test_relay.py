@@ -100,9 +100,9 @@ def test_results_before_anything_was_sent_are_refused(bench: Bench) -> None:
 def test_who_is_late_is_told_above_and_below(bench: Bench) -> None:
     bench.bring(0, 8)
     effects = list(bench.machine.timer(1.5))
-    told = [(effect.peer, effect.message) for effect in effects if isinstance(effect, SendControl)]
-    assert [(peer, each.behind) for peer, each in told if isinstance(each, Report)] == [(UP, [5])]
-    waits = [(peer, each.who) for peer, each in told if isinstance(each, Waiting)]
+    messages = [(effect.peer, effect.message) for effect in effects if isinstance(effect, SendControl)]
+    assert [(peer, each.behind) for peer, each in messages if isinstance(each, Report)] == [(UP, [5])]
+    waits = [(peer, each.who) for peer, each in messages if isinstance(each, Waiting)]
     assert waits == [(rank, NAMES[1]) for rank in range(3)]
     taken_back = [each for each in bench.bring(1, 8, now=1.6) if isinstance(each, SendControl)]
     assert taken_back == [SendControl(UP, Report())]
@@ -120,11 +120,11 @@ def test_a_silent_upstream_is_named_after_a_while(bench: Bench) -> None:
     """Once it speaks, it says itself whom it waits for."""
     bench.bring(0, 8)
     bench.bring(1, 8)
-    told = []
+    messages = []
     for now in (1.0, 2.0, 4.0):
-        told.append([each for each in bench.machine.timer(now) if isinstance(each, SendControl)])
+        messages.append([each for each in bench.machine.timer(now) if isinstance(each, SendControl)])
         list(bench.machine.advance(now))
-    assert [bool(each) for each in told] == [False, True, True]
+    assert [bool(each) for each in messages] == [False, True, True]
     (passed,) = bench.machine.control_received(UP + 2, Waiting("a sum", "the aggregator", 4.0), 5.0)
     assert passed == SendControl(2, Waiting("a sum", "aggregator top:1", 4.0))
     assert not [each for each in bench.machine.timer(8.0) if isinstance(each, SendControl)]
@@ -186,8 +186,8 @@ def test_a_wait_for_readers_is_taken_back_when_they_have_read(bench: Bench) -> N
     bench.result(4, slot=0)
     bench.result(4, slot=1)
     list(bench.machine.credited(0, 0, 0.5))
-    told = [each.message for each in bench.machine.timer(1.5) if isinstance(each, SendControl) and each.peer == UP]
-    assert [each.behind for each in told if isinstance(each, Report)] == [[4, 5]]
+    messages = [each.message for each in bench.machine.timer(1.5) if isinstance(each, SendControl) and each.peer == UP]
+    assert [each.behind for each in messages if isinstance(each, Report)] == [[4, 5]]
     assert list(bench.machine.credited(1, 0, 1.6)) == [SendControl(UP, Report()), ReturnCredit(UP, 0)]
 
 

@@ -61,9 +61,9 @@ def several_hosts(
 @pytest.mark.parametrize(("form", "hosts", "at_once"), [("tensor", 1, 2), ("sum", 2, 4)])
 @pytest.mark.parametrize("kib", [4, 64, 128, 200, 256, 1024, 1536, 2048, 102_400])
 def test_a_chunk_is_as_large_as_the_protocol_says(form: PassKind, hosts: int, at_once: int, kib: int) -> None:
-    slot_bytes, called = 1 << 20, describe("allreduce", "", "float32", (kib * 256,), "sum", 256)
-    layout = Sharding.among(hosts, 3, 64, 0, slot_bytes).layout(called)
-    state = preset(Group(0, 2, 3, 1 << 20, 1 << 18, slot_bytes), called, layout, form).state.view(STATE)[0]
+    slot_bytes, descriptor = 1 << 20, describe("allreduce", "", "float32", (kib * 256,), "sum", 256)
+    layout = Sharding.among(hosts, 3, 64, 0, slot_bytes).layout(descriptor)
+    state = preset(Group(0, 2, 3, 1 << 20, 1 << 18, slot_bytes), descriptor, layout, form).state.view(STATE)[0]
     assert state["chunk_blocks"] == min(512, max(64, kib // at_once))
     assert state["chunks"] == -(-kib // state["chunk_blocks"])
     assert state["shards"] == 0 or layout.stripe_blocks == state["chunk_blocks"]
@@ -135,11 +135,11 @@ def test_allreduce_rows(
 
 
 @settings(max_examples=40)
-@given(seed=SEEDS, sizes=HOSTS, most=st.integers(1, 9), shards=st.integers(1, 3))
-def test_parts_of_any_size(seed: int, sizes: list[int], most: int, shards: int) -> None:
+@given(seed=SEEDS, sizes=HOSTS, limit=st.integers(1, 9), shards=st.integers(1, 3))
+def test_parts_of_any_size(seed: int, sizes: list[int], limit: int, shards: int) -> None:
     cluster, rng = several_hosts(spread(sizes, seed), 1024, 3, seed, shards), np.random.default_rng(seed)
-    parts = [rng.integers(0, 99, int(rng.integers(most * 1024 // 8))) for _ in range(sum(sizes))]
-    results = [cluster.ragged(rank, part, most) for rank, part in enumerate(parts)]
+    parts = [rng.integers(0, 99, int(rng.integers(limit * 1024 // 8))) for _ in range(sum(sizes))]
+    results = [cluster.ragged(rank, part, limit) for rank, part in enumerate(parts)]
     cluster.run()
     for result in results:
         assert [part.tolist() for part in result.parts] == [part.tolist() for part in parts]

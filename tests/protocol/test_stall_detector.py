@@ -19,14 +19,14 @@ def turns(quiet: StallDetector, times: Iterable[float]) -> list[float]:
 
 
 def test_it_says_whom_it_waits_for_after_a_second_and_each_time_that_the_wait_has_doubled() -> None:
-    quiet, now, said = StallDetector(AFTER_S), 0.0, []
+    quiet, now, reports = StallDetector(AFTER_S), 0.0, []
     quiet.begin(now)
     while now < 20:
         now = quiet.deadline
         assert quiet.turn(now) == 0
         if quiet.is_due(now):
-            said.append(now - quiet.since)
-    assert said == [1, 2, 4, 8, 16]
+            reports.append(now - quiet.since)
+    assert reports == [1, 2, 4, 8, 16]
 
 
 def test_time_in_which_it_stood_still_is_no_wait() -> None:

@@ -30,16 +30,18 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--size", type=int, default=-1)
     parser.add_argument("--dies", type=int, nargs=2, default=(-1, -1))
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
-    dist.init_process_group("omnireduce", init_method=asked.init, rank=asked.rank, world_size=asked.size, timeout=limit)
+    dist.init_process_group(
+        "omnireduce", init_method=options.init, rank=options.rank, world_size=options.size, timeout=limit
+    )
     layers = [nn.Linear(200, 200) for _ in range(4)]
     model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.2)
     step = 0
 
     def die(_: torch.Tensor) -> None:
-        if (dist.get_rank(), step) == tuple(asked.dies):
+        if (dist.get_rank(), step) == tuple(options.dies):
             os.kill(os.getpid(), signal.SIGKILL)
 
     layers[1].weight.register_hook(die)  # when some buckets are under way

@@ -18,13 +18,13 @@ from omnireduce import ClosedError, UsageError
 from omnireduce.data_parallel.session import queue
 
 
-def own(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def tensor_of(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     count = int(torch.tensor(shape).prod())
     return (torch.arange(count).reshape(shape) * (rank + 1) % 7).to(dtype)
 
 
 def everyone(*shape: int) -> Tensor:
-    return torch.stack([own(rank, *shape) for rank in range(hvd.size())])
+    return torch.stack([tensor_of(rank, *shape) for rank in range(hvd.size())])
 
 
 def refuses(call: Callable[[], object], words: str) -> None:
@@ -34,7 +34,7 @@ def refuses(call: Callable[[], object], words: str) -> None:
 
 def reductions() -> None:
     rank, shape = hvd.rank(), (5, 3)
-    mine = own(rank, *shape)
+    mine = tensor_of(rank, *shape)
     assert torch.equal(hvd.allreduce(mine, name="s", op=hvd.Sum), everyone(*shape).sum(0))
     assert torch.allclose(hvd.allreduce(mine), everyone(*shape).mean(0))
     assert torch.equal(hvd.allreduce(mine, op=hvd.Max), everyone(*shape).max(0).values)
@@ -43,14 +43,14 @@ def reductions() -> None:
     scaled = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2, postscale_factor=0.5)
     assert torch.equal(scaled, everyone(*shape).sum(0))
     assert torch.equal(hvd.allreduce(mine, op=hvd.Sum, compression=hvd.Compression.fp16), everyone(*shape).sum(0))
-    assert torch.equal(mine, own(rank, *shape))
-    turned = own(rank, 3, 5).T
+    assert torch.equal(mine, tensor_of(rank, *shape))
+    turned = tensor_of(rank, 3, 5).T
     assert hvd.allreduce_(turned, op=hvd.Sum) is turned
     assert torch.equal(turned, everyone(3, 5).sum(0).T)
     handle = hvd.allreduce_async_(mine, average=False, name="async")
     assert hvd.synchronize(handle) is mine
     assert hvd.poll(handle)
-    group = [own(rank, 2), own(rank, 4, dtype=torch.float64)]
+    group = [tensor_of(rank, 2), tensor_of(rank, 4, dtype=torch.float64)]
     result = hvd.grouped_allreduce(group, op=hvd.Sum)
     assert torch.equal(result[0], everyone(2).sum(0))
     assert torch.equal(result[1], everyone(4).sum(0).double())
@@ -61,7 +61,9 @@ def reductions() -> None:
     assert hvd.allreduce(torch.tensor([1j * rank]), op=hvd.Sum).tolist() == [3j]
     half = torch.full((2,), float(rank), dtype=torch.bfloat16)
     assert hvd.allreduce(half, op=hvd.Sum).tolist() == [3, 3]
-    assert torch.equal(hvd.reducescatter(own(rank, 4, 2), op=hvd.Sum), everyone(4, 2).sum(0).tensor_split(3)[rank])
+    assert torch.equal(
+        hvd.reducescatter(tensor_of(rank, 4, 2), op=hvd.Sum), everyone(4, 2).sum(0).tensor_split(3)[rank]
+    )
     refuses(lambda: hvd.allreduce(torch.tensor([1j]), op=hvd.Product), "of complex numbers: expected Average or Sum")
     refuses(lambda: hvd.allreduce(mine, average=True, op=hvd.Sum), "average and op are both given")
     refuses(lambda: hvd.allreduce(mine, op="median"), "op 'median': expected Average, Sum")  # type: ignore[arg-type]
@@ -69,16 +71,16 @@ def reductions() -> None:
 
 def moves() -> None:
     rank = hvd.rank()
-    result = hvd.allgather(own(rank, 1 + rank, 2))
-    assert torch.equal(result, torch.cat([own(number, 1 + number, 2) for number in range(3)]))
-    assert torch.equal(hvd.broadcast(own(rank, 4), 2), own(2, 4))
-    x = own(rank, 4)
+    result = hvd.allgather(tensor_of(rank, 1 + rank, 2))
+    assert torch.equal(result, torch.cat([tensor_of(number, 1 + number, 2) for number in range(3)]))
+    assert torch.equal(hvd.broadcast(tensor_of(rank, 4), 2), tensor_of(2, 4))
+    x = tensor_of(rank, 4)
     assert hvd.broadcast_(x, 1) is x
-    assert torch.equal(x, own(1, 4))
+    assert torch.equal(x, tensor_of(1, 4))
     splits = torch.tensor([[1, 0, 2], [0, 3, 0], [1, 1, 1]], dtype=torch.int32)
-    rows, counts = hvd.alltoall(own(rank, 3, 2), splits=splits[rank])
+    rows, counts = hvd.alltoall(tensor_of(rank, 3, 2), splits=splits[rank])
     assert counts.tolist() == splits[:, rank].tolist()
-    sent = [own(number, 3, 2).split(splits[number].tolist())[rank] for number in range(3)]
+    sent = [tensor_of(number, 3, 2).split(splits[number].tolist())[rank] for number in range(3)]
     assert torch.equal(rows, torch.cat(sent))
     assert hvd.alltoall(torch.arange(3) + 10 * rank).tolist() == [rank, rank + 10, rank + 20]
     assert hvd.broadcast_object({"epoch": rank}, root_rank=1) == {"epoch": 1}
@@ -312,7 +314,7 @@ def any_order() -> None:
     rng, rounds = random.Random(hvd.rank()), []
     for step in range(40):
         names = rng.sample(range(8), 8) if step % 20 == 10 else list(range(8))
-        handles = {i: hvd.allreduce_async(own(hvd.rank(), 3 + i), name=str(i), op=hvd.Sum) for i in names}
+        handles = {i: hvd.allreduce_async(tensor_of(hvd.rank(), 3 + i), name=str(i), op=hvd.Sum) for i in names}
         for i, handle in handles.items():
             assert torch.equal(hvd.synchronize(handle), everyone(3 + i).sum(0))
         rounds.append(queue().statistics().rounds)

@@ -117,9 +117,9 @@ def groups_that_are_clipped_together() -> None:
 
 def a_clip_before_the_step_is_warned_of() -> None:
     """Once, on rank 0; gradients that stay as backward has made them, and those that are thrown away, are not."""
-    told: list[str] = []
+    warnings: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("omnireduce").addHandler(handler)
     weights = nn.Parameter(torch.zeros(4))
     optimizer = hvd.ShardedOptimizer([weights], Sgd(lr=1.0))
@@ -129,13 +129,15 @@ def a_clip_before_the_step_is_warned_of() -> None:
             weights.sum().backward()
             optimizer.step()
             optimizer.zero_grad(to_none)
-    assert told == []
+    assert warnings == []
     for _ in range(2):
         weights.sum().backward()
         torch.nn.utils.clip_grad_norm_([weights], 1.0)
         optimizer.step()
-    assert len(told) == (hvd.rank() == 0)
-    assert all("each rank has clipped its own ones, not their mean: give the optimizer clip_norm=" in x for x in told)
+    assert len(warnings) == (hvd.rank() == 0)
+    assert all(
+        "each rank has clipped its own ones, not their mean: give the optimizer clip_norm=" in x for x in warnings
+    )
     optimizer.close()
     logging.getLogger("omnireduce").removeHandler(handler)
 

@@ -47,9 +47,9 @@ def test_ranks_learn_and_stay_the_same(daemon: Daemon, tmp_path: Path) -> None:
         for each in ranks:
             assert json.loads(each.line()) == {"way": "mean", "losses": [0.5] * 3, "digest": "tensor([2, 2])"}
             assert each.wait() == 0, each.log
-            said = [line for line in each.log.splitlines() if "==Debug== grace is called" in line]
-            assert len(said) == 10, each.log
-            assert all("event=grace" in line for line in said)
+            lines = [line for line in each.log.splitlines() if "==Debug== grace is called" in line]
+            assert len(lines) == 10, each.log
+            assert all("event=grace" in line for line in lines)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_gradients_are_combined_by_name() -> None:
 @pytest.mark.usefixtures("alone")
 def test_what_cannot_be() -> None:
     net = nn.Linear(2, 2)
-    for named, said in (
+    for named, message in (
         ({"named_parameters": [("weight", net.weight)]}, "1 parameters of the optimizer have none"),
         ({"named_parameters": [("w", net.weight), ("w", net.bias)]}, "some are there twice"),
         ({"named_parameters": net.parameters()}, "named_parameters has a Parameter; expected a name and a parameter"),
@@ -98,7 +98,7 @@ def test_what_cannot_be() -> None:
         ({"grace": grace_from_params({}), "compression": hvd.Compression.fp16}, "compression beside grace"),
         ({"grace": grace_from_params({}), "process_set": hvd.ProcessSet([0])}, "process_set beside grace"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             step_of(net, **named)
     with pytest.raises(UsageError, match=r"optimizer is a NoneType; expected one of torch\.optim"):
         hvd.DistributedOptimizer(None)  # type: ignore[arg-type]
@@ -139,8 +139,8 @@ def test_graces_own_order() -> None:
     assert torch.allclose(net.weight, torch.tensor([[0, -1.0]]))
     with pytest.raises(UsageError, match="combines gradients already"):
         hvd.DistributedOptimizer(optimizer, grc)
-    said = r"grace is an OfAnotherPackage; .* derives from omnireduce\.compression\.grace\.Communicator"
-    with pytest.raises(UsageError, match=said):
+    message = r"grace is an OfAnotherPackage; .* derives from omnireduce\.compression\.grace\.Communicator"
+    with pytest.raises(UsageError, match=message):
         hvd.DistributedOptimizer(torch.optim.SGD(net.parameters()), OfAnotherPackage(), net.named_parameters())
 
 
@@ -159,9 +159,9 @@ class Gathering(Grace):
 @pytest.mark.parametrize("compressor", ["none", "fp16", "qsgd", "natural", "onebit", "terngrad", "topk", "u8bit"])
 def test_a_communicator_of_the_users_own_gets_tensors_of_tensors(compressor: str) -> None:
     gradient = torch.tensor([[1.0, 0], [0, -1]])
-    given = {"compressor": compressor, "compress_ratio": 0.5}
+    params = {"compressor": compressor, "compress_ratio": 0.5}
     theirs, ours = (
-        grace_from_params({**given, "communicator": each}).step(gradient, "w")
+        grace_from_params({**params, "communicator": each}).step(gradient, "w")
         for each in (f"{__name__}:Gathering", "allgather")
     )
     assert torch.equal(theirs, ours)

@@ -50,14 +50,14 @@ def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_ranks_of_two_hosts_reach_each_other(hosts: list[Host]) -> None:
     """They meet at the name of the first host, as Slurm gives it. On that host it means 127.0.1.1. Two ranks are
     there, of which one looks for the other by this name."""
-    here, there = hosts
+    local, remote = hosts
     with ExitStack() as stack:
-        daemon = stack.enter_context(Daemon(1, "security.allow_no_secret=true", listen=":0", prefix=here.prefix))
-        address = Address(here.address, parse_address(daemon.addresses[0]).port)
+        daemon = stack.enter_context(Daemon(1, "security.allow_no_secret=true", listen=":0", prefix=local.prefix))
+        address = Address(local.address, parse_address(daemon.addresses[0]).port)
         processes = []
-        for rank, host in enumerate((here, here, there)):
+        for rank, host in enumerate((local, local, remote)):
             slurm = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3", "SLURM_JOB_ID": str(address), "SLURM_STEP_ID": "0"}
-            names = {"SLURM_STEP_NODELIST": f"{here.name},{there.name}", "SLURM_LOCALID": str(rank % 2)}
+            names = {"SLURM_STEP_NODELIST": f"{local.name},{remote.name}", "SLURM_LOCALID": str(rank % 2)}
             environ = {**slurm, **names, "OMNIREDUCE_CLUSTER_AGGREGATORS": str(address)}
             processes.append(stack.enter_context(Process(*host.prefix, sys.executable, "-c", CODE, environ=environ)))
         assert [process.line(READY_S) for process in processes] == ["[0, 1, 2] 3"] * 3
@@ -66,8 +66,8 @@ def test_ranks_of_two_hosts_reach_each_other(hosts: list[Host]) -> None:
 
 def test_ranks_of_one_host_use_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CHOSEN_BY_USER, raising=False)
-    said = host_message(dist.HashStore())
-    assert address_for_gloo([said, said]) in ("127.0.0.1", "::1")
+    address = host_message(dist.HashStore())
+    assert address_for_gloo([address, address]) in ("127.0.0.1", "::1")
 
 
 def test_interfaces_that_the_user_names_are_those_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,9 +105,9 @@ def test_who_is_missing_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: 
             await_all_ranks(store, rank, 3, "", SHORT)
     with pytest.raises(RuntimeError, match="rank 1, 2 did not join"):
         await_all_ranks(store, 0, 3, "", SHORT)
-    said = [record.getMessage().rpartition(" since ")[0] for record in caplog.records]
-    assert said[0] == "waiting for rank 1, 2 to join a process group of 3 ranks"
-    assert "waiting for rank 0 to join a process group of 3 ranks" in said
+    messages = [record.getMessage().rpartition(" since ")[0] for record in caplog.records]
+    assert messages[0] == "waiting for rank 1, 2 to join a process group of 3 ranks"
+    assert "waiting for rank 0 to join a process group of 3 ranks" in messages
 
 
 def test_many_missing_ranks_are_not_all_listed(

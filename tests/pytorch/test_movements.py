@@ -199,8 +199,8 @@ def test_what_cannot_be_moved_is_told() -> None:
             results.append(str(caught.value))
         return results
 
-    for (_, words), said in zip(REFUSED, run_group(1, run)[0], strict=True):
-        assert words in said
+    for (_, words), message in zip(REFUSED, run_group(1, run)[0], strict=True):
+        assert words in message
 
 
 def started(group: ProcessGroup, rank: int) -> tuple[Any, Tensor]:
@@ -216,8 +216,8 @@ def test_each_way_to_wait() -> None:
         in_future, y = started(group, rank)
         assert in_future.get_future().wait()[1] is y
         assert in_future.wait()
-        asked, z = started(group, rank)
-        assert asked.result()[1] is z
+        work, z = started(group, rank)
+        assert work.result()[1] is z
         polled, p = started(group, rank)
         until = time.monotonic() + WAIT_S
         while not polled.is_completed():
@@ -283,9 +283,9 @@ def test_a_message_of_another_size_or_type_is_not_taken(
     sender, receiver = run_group(2, run)
     assert "waited to send a message of 4 elements of float32 with tag 3 to rank 1; one of another element" in sender
     assert "waited for a message of 5 elements of float32 with tag 3 from rank 0; one of another element" in receiver
-    said = {record.getMessage().rpartition(" since ")[0] for record in caplog.records}
-    assert "waiting for a message of 5 elements of float32 with tag 3 from rank 0" in said
-    assert "waiting to send a message of 4 elements of float32 with tag 3 to rank 1" in said
+    warnings_logged = {record.getMessage().rpartition(" since ")[0] for record in caplog.records}
+    assert "waiting for a message of 5 elements of float32 with tag 3 from rank 0" in warnings_logged
+    assert "waiting to send a message of 4 elements of float32 with tag 3 to rank 1" in warnings_logged
 
 
 def test_tags_of_messages_are_told_apart_whatever_their_types() -> None:

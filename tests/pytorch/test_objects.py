@@ -65,7 +65,7 @@ def test_what_is_no_plain_tensor_is_refused(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "content"),
     [
         ("torch.Tensor", ["float32", [2], bytes(7), False]), ("torch.Tensor", ["float32", [-2], bytes(8), False]),
         ("torch.Tensor", ["system", [1], bytes(4), False]), ("torch.Tensor", ["float32", [1], bytes(4), 1]),
@@ -74,14 +74,14 @@ def test_what_is_no_plain_tensor_is_refused(x: Tensor) -> None:
         ("torch.Tensor", 3), ("os.system", ["true"]), ("x" * 41, []), (3, []),
     ],
 )  # fmt: skip
-def test_what_a_liar_says_is_refused(name: object, said: object) -> None:
-    data = encode(Ext([*CODECS].index(FrontObject), encode([name, encode(said)])))
+def test_what_a_liar_says_is_refused(name: object, content: object) -> None:
+    data = encode(Ext([*CODECS].index(FrontObject), encode([name, encode(content)])))
     with pytest.raises(UsageError, match="the object of rank 1 cannot be read"):
         from_bytes(data, trust=False, sender="rank 1")
 
 
 def test_a_bool_of_a_peer_is_one() -> None:
-    said = encode(["torch.Tensor", encode(["bool", [3], b"\x00\x01\x07", False])])
-    result = from_bytes(encode(Ext([*CODECS].index(FrontObject), said)), trust=False, sender="rank 1")
+    encoded = encode(["torch.Tensor", encode(["bool", [3], b"\x00\x01\x07", False])])
+    result = from_bytes(encode(Ext([*CODECS].index(FrontObject), encoded)), trust=False, sender="rank 1")
     assert isinstance(result, Tensor)
     assert result.view(torch.uint8).tolist() == [0, 1, 1]

@@ -84,16 +84,16 @@ def reduce(group: ProcessGroup, x: Tensor, op: object) -> Found:
 
 def reduce_scatter(group: ProcessGroup, x: Tensor, op: object) -> Found:
     """Reduce-scatter with parts of one, two and three elements."""
-    parts, place = list(x.split([1, 2, 3])), [slice(0, 1), slice(1, 3), slice(3, 6)][group.getRank()]
-    group.reduce_scatter([x[place]], [parts], options("ReduceScatter", reduceOp=op)).wait()
-    return x[place], place
+    parts, part = list(x.split([1, 2, 3])), [slice(0, 1), slice(1, 3), slice(3, 6)][group.getRank()]
+    group.reduce_scatter([x[part]], [parts], options("ReduceScatter", reduceOp=op)).wait()
+    return x[part], part
 
 
 def into_its_own_input(group: ProcessGroup, x: Tensor, op: object) -> Found:
-    place = slice(2 * group.getRank(), 2 * group.getRank() + 2)
+    part = slice(2 * group.getRank(), 2 * group.getRank() + 2)
     opts = options("ReduceScatter", reduceOp=op)
-    method(group, "reduce_scatter_single", "_reduce_scatter_base")(x[place], x, opts).wait()
-    return x[place], place
+    method(group, "reduce_scatter_single", "_reduce_scatter_base")(x[part], x, opts).wait()
+    return x[part], part
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -106,13 +106,13 @@ def wrong(collective: Callable[..., Found], group: ProcessGroup, name: str, dtyp
     x, result = values(group.getRank(), dtype), expected(name, dtype)
     op = dist._make_nccl_premul_sum(0.5) if name == "PREMUL_SUM" else ReduceOp.RedOpType.__members__[name]
     try:
-        outcome, place = collective(group, x, op)
+        outcome, part = collective(group, x, op)
     except RuntimeError as error:
         is_named = str(dtype).removeprefix("torch.") in str(error)
         is_kept = torch.equal(x.view(torch.uint8), values(group.getRank(), dtype).view(torch.uint8))
         return "" if result is None and is_named and is_kept else f"{name} of {dtype}: {error}; {x}"
-    is_right = result is not None and same(outcome, result[place])
-    return "" if is_right else f"{name} of {dtype}: {outcome}, expected {place} of {result}"
+    is_right = result is not None and same(outcome, result[part])
+    return "" if is_right else f"{name} of {dtype}: {outcome}, expected {part} of {result}"
 
 
 @pytest.mark.parametrize("collective", [all_reduce, coalesced, reduce, reduce_scatter, into_its_own_input])

@@ -26,7 +26,7 @@ PREFIX = b"omnireduce a launch "
 
 
 @pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPoint]:
+def meeting_point(monkeypatch: pytest.MonkeyPatch) -> Iterator[MeetingPoint]:
     """Three ports that are free, of which the environment says the first."""
     with ExitStack() as stack:
         free = [stack.enter_context(socket.create_server((LOOPBACK, 0))) for _ in range(3)]
@@ -54,51 +54,51 @@ def check_shared(found: list[tuple[dist.Store, int, int]]) -> None:
 
 
 @pytest.mark.parametrize("taken", ["by nobody", "by one who says nothing", "by another launch"])
-def test_ranks_meet_whoever_has_the_first_port(place: MeetingPoint, taken: str) -> None:
+def test_ranks_meet_whoever_has_the_first_port(meeting_point: MeetingPoint, taken: str) -> None:
     with ExitStack() as stack:
         if taken == "by one who says nothing":
-            stack.enter_context(socket.create_server((LOOPBACK, place.ports[0])))
+            stack.enter_context(socket.create_server((LOOPBACK, meeting_point.ports[0])))
         elif taken == "by another launch":
-            other = SignpostRendezvous(place._replace(identity="another launch"))
+            other = SignpostRendezvous(meeting_point._replace(identity="another launch"))
             check_shared(meet_as_ranks([other, SignpostRendezvous(other._point)]))
-            os.environ["MASTER_PORT"] = str(place.ports[0])  # the port that this launch was given
-        meetings = [SignpostRendezvous(place), SignpostRendezvous(place)]
+            os.environ["MASTER_PORT"] = str(meeting_point.ports[0])  # the port that this launch was given
+        meetings = [SignpostRendezvous(meeting_point), SignpostRendezvous(meeting_point)]
         check_shared(meet_as_ranks(meetings))
         assert all(meeting.is_current() for meeting in meetings)
         check_shared(meet_as_ranks(meetings))  # in the second group, too
 
 
-def test_a_launch_without_a_free_port_says_what_to_do(place: MeetingPoint) -> None:
+def test_a_launch_without_a_free_port_says_what_to_do(meeting_point: MeetingPoint) -> None:
     with ExitStack() as stack:
-        for port in place.ports:
+        for port in meeting_point.ports:
             stack.enter_context(socket.create_server((LOOPBACK, port)))
         with pytest.raises(RuntimeError, match=r"none of the ports .* is free on this host; set MASTER_ADDR"):
-            next(SignpostRendezvous(place).begin(words(0), WAIT))
+            next(SignpostRendezvous(meeting_point).begin(words(0), WAIT))
 
 
 def test_a_rank_says_where_it_has_looked_for_rank_0(
-    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    meeting_point: MeetingPoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However often it has looked; and for whom it waits meanwhile."""
     monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
     monkeypatch.setattr(reminders, "FIRST_S", 0)
-    with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.5 s.*{place.ports[2]}"):
-        next(SignpostRendezvous(place).begin(words(1), timedelta(seconds=0.5)))
+    with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.5 s.*{meeting_point.ports[2]}"):
+        next(SignpostRendezvous(meeting_point).begin(words(1), timedelta(seconds=0.5)))
     assert "waiting for rank 0 to come to 127.0.0.1 since 0 s" in caplog.text
 
 
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_rank_waits_longer_only_after_a_port_was_silent(
-    place: MeetingPoint, silent: bool, monkeypatch: pytest.MonkeyPatch
+    meeting_point: MeetingPoint, silent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not because rank 0 comes late: a program that takes a port later, and says nothing, would then hold it up."""
     waits, asked = [], rendezvous._ask_signpost
 
-    def noted(place: MeetingPoint, port: int, wait_s: float) -> Address | None:
+    def noted(meeting_point: MeetingPoint, port: int, wait_s: float) -> Address | None:
         waits.append(wait_s)
-        if len(waits) > rounds * len(place.ports):
+        if len(waits) > rounds * len(meeting_point.ports):
             raise InterruptedError
-        return asked(place, port, wait_s)
+        return asked(meeting_point, port, wait_s)
 
     rounds, first_s, longest_s = 6, 0.01, 0.08
     monkeypatch.setattr(rendezvous, "_ask_signpost", noted)
@@ -107,15 +107,15 @@ def test_a_rank_waits_longer_only_after_a_port_was_silent(
     monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
     with ExitStack() as stack:
         if silent:
-            stack.enter_context(socket.create_server((LOOPBACK, place.ports[0])))
+            stack.enter_context(socket.create_server((LOOPBACK, meeting_point.ports[0])))
         with pytest.raises(InterruptedError):
-            next(SignpostRendezvous(place).begin(words(1), WAIT))
+            next(SignpostRendezvous(meeting_point).begin(words(1), WAIT))
     assert (min(waits), max(waits)) == (first_s, longest_s if silent else first_s)
 
 
-def test_who_says_a_little_now_and_then_takes_no_more_time_than_who_is_silent(place: MeetingPoint) -> None:
+def test_who_says_a_little_now_and_then_takes_no_more_time_than_who_is_silent(meeting_point: MeetingPoint) -> None:
     """Each byte comes in time; together they would take for ever."""
-    with socket.create_server((LOOPBACK, place.ports[0])) as listener, ExitStack() as stack:
+    with socket.create_server((LOOPBACK, meeting_point.ports[0])) as listener, ExitStack() as stack:
         is_over = threading.Event()
 
         def trickle() -> None:
@@ -128,30 +128,30 @@ def test_who_says_a_little_now_and_then_takes_no_more_time_than_who_is_silent(pl
         stack.callback(thread.join)
         stack.callback(is_over.set)
         with pytest.raises(rendezvous._SilentError):
-            rendezvous._ask_signpost(place, place.ports[0], 0.5)
+            rendezvous._ask_signpost(meeting_point, meeting_point.ports[0], 0.5)
 
 
-@pytest.mark.parametrize("said", [b"", b"x" * 1000, *(PREFIX + port for port in (b"99999\n", b"\n", b"\xb2\n", b"7"))])
-def test_what_somebody_else_says_is_no_port(place: MeetingPoint, said: bytes) -> None:
-    with socket.create_server((LOOPBACK, place.ports[0])) as listener:
+@pytest.mark.parametrize("reply", [b"", b"x" * 1000, *(PREFIX + port for port in (b"99999\n", b"\n", b"\xb2\n", b"7"))])
+def test_what_somebody_else_says_is_no_port(meeting_point: MeetingPoint, reply: bytes) -> None:
+    with socket.create_server((LOOPBACK, meeting_point.ports[0])) as listener:
 
         def answer(_: int) -> None:
             with listener.accept()[0] as guest:
-                guest.sendall(said)
+                guest.sendall(reply)
 
         ranks = Ranks(1, answer)
-        assert rendezvous._ask_signpost(place, place.ports[0], WAIT_S) is None
+        assert rendezvous._ask_signpost(meeting_point, meeting_point.ports[0], WAIT_S) is None
         ranks.results()
 
 
 def test_where_the_user_says_so_torch_meets_in_its_own_way(
-    place: MeetingPoint, monkeypatch: pytest.MonkeyPatch
+    meeting_point: MeetingPoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def way_of_torch(url: str, **options: Any) -> Iterator[str]:
         yield url
 
     monkeypatch.setitem(_rendezvous_handlers, "env", way_of_torch)
-    register_rendezvous(place)
+    register_rendezvous(meeting_point)
     store, *_ = next(_rendezvous_handlers["env"]("env://?rank=0&world_size=1"))
     assert isinstance(store, dist.TCPStore)
     monkeypatch.setenv("MASTER_PORT", "29500")

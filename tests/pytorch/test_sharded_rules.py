@@ -90,10 +90,12 @@ def sharded(daemon: Daemon, rule: Rule) -> list[dict[str, Array]]:
 
 
 def assert_alike(found: list[dict[str, Array]], expected: dict[str, Array]) -> None:
-    for name, wanted in expected.items():
+    for name, expected_state in expected.items():
         for each in found:
             assert (each[name].view(np.uint32) == found[0][name].view(np.uint32)).all(), name
-        np.testing.assert_allclose(found[0][name], wanted, atol=TOLERANCE * np.abs(wanted).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            found[0][name], expected_state, atol=TOLERANCE * np.abs(expected_state).max(), rtol=0, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("name", DENSE)

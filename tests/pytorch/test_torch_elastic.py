@@ -192,9 +192,9 @@ def test_samples_are_dealt_out_once(total: int, sizes: list[int], pads: bool, da
         for each in ranks:
             each.record(each.indices[:done])
             taken += each.indices[:done]
-        told = np.any([each.unreported() for each in ranks], axis=0)
+        untold = np.any([each.unreported() for each in ranks], axis=0)
         for each in ranks:
-            each.take_reported(told)
+            each.take_reported(untold)
             assert not each.unreported().any()
         state = ranks[-1].state_dict()
         ranks[-1].record(each.indices[done:])

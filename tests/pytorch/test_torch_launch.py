@@ -111,8 +111,8 @@ def test_a_group_can_be_destroyed_and_made_again(launcher: str, tmp_path: Path) 
         if launcher == "mpirun":
             processes = [stack.enter_context(Process(MPIRUN, "-n", "2", *words))]
         else:
-            place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
-            ranks = ({**place, "RANK": rank, "LOCAL_RANK": rank} for rank in "01")
+            rendezvous_environ = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
+            ranks = ({**rendezvous_environ, "RANK": rank, "LOCAL_RANK": rank} for rank in "01")
             processes = [stack.enter_context(Process(*words, environ=environ)) for environ in ranks]
         for process in processes:
             assert process.wait(2 * WAIT_S) == 0, process.log

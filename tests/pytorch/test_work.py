@@ -107,14 +107,14 @@ def test_tensors_are_free_when_nobody_refers_to_their_collective(waits: bool) ->
 
 def test_a_wait_that_breaks_does_not_keep_the_others_from_hearing() -> None:
     """A wait may fail if memory is used up, for example."""
-    completion, told = Completion(), queue.SimpleQueue[int]()
+    completion, completed = Completion(), queue.SimpleQueue[int]()
 
     def breaks() -> None:
         raise MemoryError
 
     for number, wait in enumerate((breaks, list, breaks, list)):
-        completion.add(Pending(wait, partial(told.put, number)))
-    assert [told.get(timeout=WAIT_S) for _ in range(4)] == [0, 1, 2, 3]
+        completion.add(Pending(wait, partial(completed.put, number)))
+    assert [completed.get(timeout=WAIT_S) for _ in range(4)] == [0, 1, 2, 3]
     completion.close()
 
 
@@ -283,9 +283,9 @@ def test_a_rank_that_is_late_is_named_in_the_future(aggregators: Daemon, dtype: 
         both.wait(WAIT_S)
         return str(caught.value)
 
-    said, _ = start_group(2, run, timeout_s=0.5).results()
-    assert "omnireduce: rank 1 (" in said
-    assert "not complete after 0.5 s (the timeout of the process group)" in said  # torch's tests look for "timeout"
+    error, _ = start_group(2, run, timeout_s=0.5).results()
+    assert "omnireduce: rank 1 (" in error
+    assert "not complete after 0.5 s (the timeout of the process group)" in error  # torch's tests look for "timeout"
 
 
 def test_what_cannot_be_joined_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,9 +327,9 @@ def test_a_shard_that_has_no_descriptors_for_the_last_rank_tells_all() -> None:
             errors = [str(outcome) for outcome in start_job(config, 2, lambda comm: comm.barrier()).outcomes()]
             unexplained = f"aggregator {daemon.addresses[0]}: connection closed"
             assert not any(unexplained in error for error in errors), (spare, errors)
-            said = ["the aggregator has no descriptors for this job: " in error for error in errors]
-            assert said in ([False, False], [True, True]), (spare, errors)
-            refused += all(said)
+            are_named = ["the aggregator has no descriptors for this job: " in error for error in errors]
+            assert are_named in ([False, False], [True, True]), (spare, errors)
+            refused += all(are_named)
             assert eventually(lambda: len(open_files(shard)) <= files), (spare, open_files(shard))
         assert refused >= 3
         assert resources() == before

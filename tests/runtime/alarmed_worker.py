@@ -48,7 +48,7 @@ ERRORS: dict[str, Callable[[], None]] = {
 }
 
 
-def way(kind: str) -> tuple[str, ...]:
+def settings_of(kind: str) -> tuple[str, ...]:
     """The settings for this kind of job."""
     return (*over("tcp"), "transport.threads=3") if kind == "threads" else over(kind)
 
@@ -69,27 +69,27 @@ class Alarm:
 def one_job(comm: Communicator, alarm: Alarm, chance: random.Random) -> dict[str, object]:
     """Go on until an alarm has ended the job; how many results were wrong, and what the handler's error has done. It
     may take long: where the other rank is always ahead, there is nothing to wait for, and nothing to interrupt."""
-    wrong, said, number = 0, "", -1
+    wrong, report, number = 0, "", -1
     while True:
         number += 1
         x = np.full(SIZE, number + 1, np.float32)
         try:
             handle = comm._start(single.reduction, "allreduce", x, op="sum", name="")
         except AbortedError as error:  # the alarm came when the collective before was complete
-            return {"wrong": wrong, "raised": said, "reason": error.reason, "culprit": error.culprit}
-        said = ""
+            return {"wrong": wrong, "raised": report, "reason": error.reason, "culprit": error.culprit}
+        report = ""
         try:
             alarm.armed = True
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0002, 0.006))
             handle.wait()
             alarm.armed = False
         except OSError as error:
-            said = type(error).__name__
+            report = type(error).__name__
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             handle.wait()
         except AbortedError as error:
-            return {"wrong": wrong, "raised": said, "reason": error.reason, "culprit": error.culprit}
+            return {"wrong": wrong, "raised": report, "reason": error.reason, "culprit": error.culprit}
         wrong += not bool((x == 2 * number + 2).all())
 
 
@@ -98,7 +98,7 @@ def main() -> None:
     Threads.worth_bytes = 0
     alarm, chance = Alarm(name), random.Random(name)
     for number in range(JOBS):
-        config = configured(address.split(","), *way(kind), "cluster.timeout_s=20")
+        config = configured(address.split(","), *settings_of(kind), "cluster.timeout_s=20")
         with Communicator(config, rank=0, size=2, job=f"{job}-{number}") as comm:
             sys.stdout.write(json.dumps(one_job(comm, alarm, chance)) + "\n")
             sys.stdout.flush()

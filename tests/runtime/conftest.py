@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from local_cluster import Daemon, configured
-from transports import KINDS, WAYS, over
+from transports import KINDS, TRANSPORTS, over
 
 from omnireduce.support.config import Config
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=TRANSPORTS)
 def config(daemon: Daemon, request: pytest.FixtureRequest) -> Config:
     """Three shards, over each transport."""
     return configured(daemon.addresses, *over(request.param))

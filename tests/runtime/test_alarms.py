@@ -44,8 +44,11 @@ OTHER_WAYS = ("shm", "threads", MEMORY)
     [*((error, "tcp") for error in alarmed_worker.ERRORS), *zip(alarmed_worker.ERRORS, OTHER_WAYS, strict=False)],
 )
 def test_a_handler_that_raises_ends_the_job_and_nothing_else(daemon: Daemon, kind: str, error: str) -> None:
-    """All errors over TCP, whose sockets raise the like; one over each other way."""
-    config, job = configured(daemon.addresses, *alarmed_worker.way(kind), "cluster.timeout_s=20"), unique_job("alarm")
+    """All errors over TCP, whose sockets raise the like; one over each other transport."""
+    config, job = (
+        configured(daemon.addresses, *alarmed_worker.settings_of(kind), "cluster.timeout_s=20"),
+        unique_job("alarm"),
+    )
     script = str(Path(alarmed_worker.__file__))
     arguments = (",".join(daemon.addresses), job, kind, error)
     with Process(sys.executable, script, *arguments, environ={"PYTHONPATH": PATHS}) as process:

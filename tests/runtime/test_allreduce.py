@@ -8,7 +8,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 from oracle import assert_results, bits, reduce_in_rank_order
 from tensors import Array, sparse
-from transports import BY_SHARDS, TYPES, WAYS, by_ways, over
+from transports import BY_SHARDS, TRANSPORTS, TYPES, by_transports, over
 
 from omnireduce import Communicator, Config
 from omnireduce.core.dtypes import ELEMENT_TYPES
@@ -21,7 +21,7 @@ def ops_of(dtype: str) -> list[str]:
     return ["sum", "mean", "min", "max", "prod"] if ELEMENT_TYPES[dtype].is_float else ["sum", "min", "max", "prod"]
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(TYPES), indirect=["config"])
+@pytest.mark.parametrize(("dtype", "config"), by_transports(TYPES), indirect=["config"])
 def test_every_dtype_op_and_shape(config: Config, dtype: str) -> None:
     cases = [(op, shape) for op in ops_of(dtype) for shape in SHAPES]
 
@@ -39,7 +39,7 @@ def test_every_dtype_op_and_shape(config: Config, dtype: str) -> None:
         assert_results([result[i] for result in results], expected)
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(TYPES), indirect=["config"])
+@pytest.mark.parametrize(("dtype", "config"), by_transports(TYPES), indirect=["config"])
 def test_out_takes_the_result_and_x_is_only_read(config: Config, dtype: str) -> None:
     def run(comm: Communicator) -> Array:
         x, out = sparse(comm.rank, dtype, (4, 1001)), np.ones((4, 1001), ELEMENT_TYPES[dtype].dtype)
@@ -91,7 +91,7 @@ def test_bits_do_not_depend_on_transport_shards_and_slots(daemon: Daemon) -> Non
     results = {
         result
         for shards in (1, 2, 3)
-        for more in (*map(over, WAYS), SMALL_SLOTS, (*SMALL_SLOTS, BY_SHARDS))
+        for more in (*map(over, TRANSPORTS), SMALL_SLOTS, (*SMALL_SLOTS, BY_SHARDS))
         for result in run_job(configured(daemon.addresses[:shards], *more), 4, run)
     }
     assert len(results) == 1
@@ -161,8 +161,8 @@ def test_sliced_input_that_is_contiguous(local: Config) -> None:
         return base
 
     expected = [np.where((np.arange(2001) >= 501) & (np.arange(2001) < 1502), 3, rank + 1) for rank in range(2)]
-    for result, wanted in zip(run_job(local, 2, run), expected, strict=True):
-        assert result.tolist() == wanted.tolist()
+    for result, expected_sum in zip(run_job(local, 2, run), expected, strict=True):
+        assert result.tolist() == expected_sum.tolist()
 
 
 def test_unaligned_views(local: Config) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from local_cluster import WAIT_S, Daemon, Process, configured, run_job, start_job, unique_job
-from transports import MEMORY, WAYS, over
+from transports import MEMORY, TRANSPORTS, over
 
 from omnireduce import AbortedError, Communicator, TransportError
 from omnireduce.core.dtypes import Array
@@ -58,11 +58,11 @@ sys.stdin.readline()
 """
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_worker_without_descriptors_tells_the_others_at_once(daemon: Daemon, way: str) -> None:
-    job, config = unique_job(), configured(daemon.addresses[:1], *over(way), "cluster.timeout_s=120")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_worker_without_descriptors_tells_the_others_at_once(daemon: Daemon, transport: str) -> None:
+    job, config = unique_job(), configured(daemon.addresses[:1], *over(transport), "cluster.timeout_s=120")
     paths = os.pathsep.join(str(Path(__file__).parent.parent / part) for part in ("..", "."))
-    arguments = (daemon.addresses[0], job, *over(way))
+    arguments = (daemon.addresses[0], job, *over(transport))
     with Process(sys.executable, "-c", SCRIPT, *arguments, environ={"PYTHONPATH": paths}) as process:
         try:
             with Communicator(config, rank=0, size=2, job=job) as comm, pytest.raises(AbortedError) as caught:
@@ -70,12 +70,12 @@ def test_a_worker_without_descriptors_tells_the_others_at_once(daemon: Daemon, w
             error = caught.value
         except AbortedError as early:  # it may hear of that before it has joined
             error = early
-        said = json.loads(process.line())
+        report = json.loads(process.line())
         assert error.culprit == f"rank 1 (host {socket.gethostname()}, pid {process.pid})"
         assert error.reason == "could not begin: no descriptors left (Too many open files); raise ulimit -n"
-        assert said["error"] == f"rank 1 of job '{job}' {error.reason}"
-        assert said["mapped"] == 0
-        assert said["sockets"] == 0
+        assert report["error"] == f"rank 1 of job '{job}' {error.reason}"
+        assert report["mapped"] == 0
+        assert report["sockets"] == 0
     assert run_job(config, 2, lambda comm: float(comm.allreduce(np.ones(3))[0]), job) == [2.0, 2.0]
 
 
@@ -159,9 +159,9 @@ def test_who_leaves_while_the_ranks_of_a_host_meet_is_named_by_the_aggregator(
     ],
     ids=["refused", "memory", "input"],
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_who_cannot_make_its_slots_tells_the_others(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str, way: str
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, raised: Exception, words: str, transport: str
 ) -> None:
     """On all shards, also those where it has its slots already."""
     job, attach, links = unique_job(), joining._attach, []
@@ -175,7 +175,7 @@ def test_who_cannot_make_its_slots_tells_the_others(
         return attach(link, *arguments)
 
     monkeypatch.setattr(joining, "_attach", failing)
-    config = configured(daemon.addresses, *over(way))
+    config = configured(daemon.addresses, *over(transport))
     first, second = start_job(config, 2, lambda comm: comm.allreduce(np.ones(10)), job).outcomes(WAIT_S)
     assert isinstance(second, TransportError)
     assert words in str(second)
@@ -186,13 +186,13 @@ def test_who_cannot_make_its_slots_tells_the_others(
     assert all(link.over for link in links)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_worker_touches_the_slots_that_it_is_going_to_use(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, way: str
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
     touched: list[Array] = []
     monkeypatch.setattr(joining, "touch", touched.append)
-    run_job(configured(daemon.addresses, *over(way)), 2, lambda comm: comm.barrier())
+    run_job(configured(daemon.addresses, *over(transport)), 2, lambda comm: comm.barrier())
     both_ways_of_all_links = 2 * 2 * len(daemon.addresses)
-    assert len(touched) == (0 if way == MEMORY else both_ways_of_all_links)
+    assert len(touched) == (0 if transport == MEMORY else both_ways_of_all_links)
     assert all(slots.size for slots in touched)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from local_cluster import Daemon, configured, run_job, start_job
-from transports import BY_SHARDS, KINDS, by_ways, over
+from transports import BY_SHARDS, KINDS, by_transports, over
 
 from omnireduce import AbortedError, CodecError, Communicator, ConfigError, UsageError
 from omnireduce.core.dtypes import Array
@@ -26,7 +26,7 @@ def integers(rank: int, size: int = 100_003) -> Array:
     return x
 
 
-@pytest.mark.parametrize(("codec", "kind"), by_ways(BUILT_IN, KINDS))
+@pytest.mark.parametrize(("codec", "kind"), by_transports(BUILT_IN, KINDS))
 def test_all_ranks_get_the_same_and_fewer_bytes_travel(daemon: Daemon, kind: str, codec: str) -> None:
     def run(comm: Communicator) -> tuple[Array, int]:
         before, x = comm.statistics().sent_bytes, integers(comm.rank)
@@ -82,12 +82,12 @@ def test_ranks_that_share_memory_exchange_exactly_and_one_says_so_once(
     assert idle_codecs(caplog) == ["sign", "own_codecs:Doubles"]
 
 
-@pytest.mark.parametrize(("ranks", "way"), [(1, ()), (2, (BY_SHARDS,))])
+@pytest.mark.parametrize(("ranks", "settings"), [(1, ()), (2, (BY_SHARDS,))])
 def test_codecs_that_work_are_no_news(
-    daemon: Daemon, ranks: int, way: tuple[str, ...], caplog: pytest.LogCaptureFixture
+    daemon: Daemon, ranks: int, settings: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     _warn_unused_codec.cache_clear()
-    config = configured(daemon.addresses, *way)
+    config = configured(daemon.addresses, *settings)
     run_job(config, ranks, lambda comm: comm.allreduce(np.ones(8, np.float32), codec="sign"))
     assert idle_codecs(caplog) == []
 
@@ -95,8 +95,8 @@ def test_codecs_that_work_are_no_news(
 def test_wrong_codecs_are_refused_and_the_job_goes_on(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
         x = np.ones(8, np.float32)
-        for codec, said in (("int9", "expected none, bf16"), (8, "codec is an int; expected a str")):
-            with pytest.raises(UsageError, match=said):
+        for codec, message in (("int9", "expected none, bf16"), (8, "codec is an int; expected a str")):
+            with pytest.raises(UsageError, match=message):
                 comm.allreduce(x, codec=codec)  # type: ignore[arg-type]
         for wrong in (np.ones(8), np.ones(8, np.int32)):
             with pytest.raises(UsageError, match=r"no codec works on .*: expected an allreduce of float32"):
@@ -112,16 +112,18 @@ def test_wrong_codecs_are_refused_and_the_job_goes_on(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codecs", "said"), [(("int8", "bf16"), "codec int8; rank 1 .* codec bf16"), (("int8", "none"), "codec int8")]
+    ("codecs", "message"), [(("int8", "bf16"), "codec int8; rank 1 .* codec bf16"), (("int8", "none"), "codec int8")]
 )
-@pytest.mark.parametrize("way", [BY_SHARDS, "transport.host_exchange=auto"])
-def test_ranks_with_different_codecs_are_told(daemon: Daemon, codecs: tuple[str, str], said: str, way: str) -> None:
+@pytest.mark.parametrize("setting", [BY_SHARDS, "transport.host_exchange=auto"])
+def test_ranks_with_different_codecs_are_told(
+    daemon: Daemon, codecs: tuple[str, str], message: str, setting: str
+) -> None:
     def run(comm: Communicator) -> None:
-        with pytest.raises(AbortedError, match=said) as raised:
+        with pytest.raises(AbortedError, match=message) as raised:
             comm.allreduce(np.ones(8, np.float32), codec=codecs[comm.rank])
         assert raised.value.culprit == "ranks 0 and 1"
 
-    run_job(configured(daemon.addresses, way), 2, run)
+    run_job(configured(daemon.addresses, setting), 2, run)
 
 
 def test_ranks_with_different_seeds_are_told(daemon: Daemon) -> None:

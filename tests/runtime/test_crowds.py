@@ -144,8 +144,8 @@ def test_who_asks_waits_for_the_answer(crowd: Crowd, second: ControlMessage) -> 
 
 
 def test_who_does_not_read_answers_gets_no_more_of_them(crowd: Crowd) -> None:
-    peer, most = crowd.connect(), 1 << 14
-    for _ in range(most):
+    peer, limit = crowd.connect(), 1 << 14
+    for _ in range(limit):
         if crowd.server._connections.closing:
             break
         say(peer, REQUEST)

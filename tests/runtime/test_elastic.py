@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from free_ports import free_address
 from local_cluster import SETTLE, Daemon, Ranks, configured, eventually, never_wait, run_job, unique_job
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 import omnireduce as omni
 from omnireduce import AbortedError, ClosedError, Communicator, ElasticState, RefusedError, UsageError, run_elastic
@@ -24,7 +24,7 @@ from omnireduce.support.config import Config
 ELASTIC = ("elastic.enabled=true", SETTLE, "security.allow_no_secret=true")
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=TRANSPORTS)
 def elastic(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
     return configured(daemon.addresses, *ELASTIC, *over(request.param))
 
@@ -37,7 +37,7 @@ def total(comm: Communicator) -> float:
     return float(x[0])
 
 
-def told(state: ElasticState) -> bool:
+def is_told_to_reform(state: ElasticState) -> bool:
     """Whether a commit says that others wait."""
     try:
         state.commit()
@@ -400,7 +400,7 @@ def test_a_commit_tells_all_ranks_of_a_newcomer_after_the_same_step(
                 prepare(comm)
                 goes_on.set()
                 state = ElasticState(comm, {})
-                while not told(state):
+                while not is_told_to_reform(state):
                     state.step += 1
                 steps = comm.allgather(np.array([state.step]))
                 assert steps[0] == steps[1] == state.committed_step
@@ -441,9 +441,9 @@ def test_a_state_that_one_rank_cannot_keep_is_told_to_the_others(daemon: Daemon)
             state.commit()
         return str(caught.value)
 
-    said, reason = run_job(configured(daemon.addresses), 2, work)
-    assert said.startswith("rank 1 ")
-    assert reason in said
+    error, reason = run_job(configured(daemon.addresses), 2, work)
+    assert error.startswith("rank 1 ")
+    assert reason in error
 
 
 def test_a_rank_that_does_not_come_along_is_left_behind(elastic: Config) -> None:

@@ -164,7 +164,7 @@ def test_wrong_arguments_are_told(daemon: Daemon) -> None:
         with pytest.raises(UsageError, match="exchange in memory, where no program runs"):
             comm.fused_allreduce(x, momentum(every=False), out=np.zeros_like(x))
         with comm.create_group(name="wrong", state_bytes=1000) as group:
-            for wrong, said in (
+            for wrong, message in (
                 (lambda: group.fused_allreduce(x, momentum(every=False), out=x), "needs two arrays"),
                 (lambda: group.fused_allreduce(x, momentum(every=False), out=np.zeros(9, np.float32)), "the same"),
                 (lambda: group.fused_allreduce(x.astype(float), momentum(every=False), out=x), "float32"),
@@ -174,7 +174,7 @@ def test_wrong_arguments_are_told(daemon: Daemon) -> None:
                     "at most 16384",
                 ),
             ):
-                with pytest.raises(UsageError, match=said):
+                with pytest.raises(UsageError, match=message):
                     wrong()
 
     run_job(configured(daemon.addresses), 2, run)
@@ -195,7 +195,7 @@ def test_scalars_are_told_apart_by_their_bits(local: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"code": b"abc"}, "code of 3 bytes"),
         ({"code": bytes(4 * 65)}, "code of 260 bytes"),
@@ -215,8 +215,8 @@ def test_scalars_are_told_apart_by_their_bits(local: Config) -> None:
         ({"state": -1}, "state -1; expected 0 to 65535"),
     ],
 )
-def test_programs_are_checked(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_programs_are_checked(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         BlockProgram(**({"state": 0, "columns": 1, "cells": 0, "code": b""} | fields))  # type: ignore[arg-type]
 
 

@@ -63,11 +63,11 @@ def test_ranks_that_name_other_ranks_are_told(daemon: Daemon) -> None:
     def run(comm: Communicator) -> str:
         if comm.rank == 2:
             return ""
-        with pytest.raises(UsageError) as told:
+        with pytest.raises(UsageError) as caught:
             comm.create_group([0, 1] if comm.rank == 0 else [2, 1], name="pair")
         with comm.create_group([0, 1], name="pair") as group:
             assert group.allreduce(np.ones(3))[0] == 2
-        return str(told.value)
+        return str(caught.value)
 
     differ = (
         "'ranks of the group' differs between ranks: rank 0 has [0, 1], rank 1 has [2, 1]; expected the same on all"
@@ -103,16 +103,16 @@ def test_a_rank_that_refuses_a_group_is_named_to_the_others(daemon: Daemon, who_
             with pytest.raises(UsageError) as raised:
                 comm.create_group([0, 2], name="pair")
             has_refused.set()
-            said = str(raised.value)
+            message = str(raised.value)
         else:
             assert who_is_first == "the others" or has_refused.wait(WAIT_S)
             with pytest.raises(RefusedError) as refused:
                 comm.create_group(name="pair")
-            said = str(refused.value)
+            message = str(refused.value)
         with comm.create_group(name="pair") as group:
             assert group.allreduce(np.ones(3))[0] == 3
         assert comm.allreduce(np.ones(3))[0] == 3
-        return said
+        return message
 
     results = run_job(config, 3, run)
     assert results[1] == "ranks [0, 2]: this is rank 1, which is not among them"
@@ -138,7 +138,7 @@ def _refuse(comm: Communicator, error: Exception) -> None:
 @pytest.mark.parametrize("what", REFUSALS)
 def test_whatever_a_rank_refuses_reaches_the_others(daemon: Daemon, what: str) -> None:
     """Also where all ranks refuse it, which nobody has to wait for."""
-    wrong, said = REFUSALS[what]
+    wrong, message = REFUSALS[what]
     config = configured(daemon.addresses, f"cluster.join_timeout_s={100 * WAIT_S}")
 
     def run(comm: Communicator) -> str:
@@ -150,18 +150,18 @@ def test_whatever_a_rank_refuses_reaches_the_others(daemon: Daemon, what: str) -
             assert group.allreduce(np.ones(3))[0] == 2
         return str(caught.value)
 
-    assert said in run_job(config, 2, run)[1]
+    assert message in run_job(config, 2, run)[1]
 
 
 def test_what_cannot_be(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
-        for ranks, told in (
+        for ranks, caught in (
             ([], "expected different ranks from 0 to 0"),
             ([0, 0], "expected different ranks from 0 to 0"),
             ([3], "expected different ranks from 0 to 0"),
             ([-1, 0], "expected different ranks from 0 to 0"),
         ):
-            with pytest.raises(UsageError, match=told):
+            with pytest.raises(UsageError, match=caught):
                 comm.create_group(ranks, name="wrong")
         with pytest.raises(UsageError, match="expected a string of 1 to 128 characters"):
             comm.create_group(name=" /")

@@ -26,23 +26,27 @@ BLOCKS, BLOCK = 300, 256
 @pytest.fixture
 def rank_of_thread(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Let each thread have the memory key of the host of its rank."""
-    here = threading.local()
+    this_thread = threading.local()
 
     def key() -> str:
-        return hashlib.sha256(b"%d" % HOST_OF[here.rank]).hexdigest()[:32]
+        return hashlib.sha256(b"%d" % HOST_OF[this_thread.rank]).hexdigest()[:32]
 
     monkeypatch.setattr(joining, "memory_key", key)
-    return here
+    return this_thread
 
 
 def run(
-    here: threading.local, addresses: Sequence[str], kind: str, work: Callable[[Communicator], object], *more: str
+    this_thread: threading.local,
+    addresses: Sequence[str],
+    kind: str,
+    work: Callable[[Communicator], object],
+    *more: str,
 ) -> list[object]:
     """Call `work` on each rank of a job; return the results."""
     config, job = configured(addresses, f"transport.kind={kind}", *more), unique_job("hosts")
 
     def rank(number: int) -> object:
-        here.rank = number
+        this_thread.rank = number
         with Communicator(config, rank=number, size=RANKS, job=job) as comm:
             return work(comm)
 
@@ -78,9 +82,9 @@ def test_every_collective(rank_of_thread: threading.local, kind: str, shards: in
     moved = [each[1] for each in results if isinstance(each, tuple)]
     for shard in range(shards):
         delegates = {ranks[shard % len(ranks)] for ranks in HOSTS}
-        least = min(moved[rank][shard] for rank in delegates)
-        most = max(moved[rank][shard] for rank in set(range(RANKS)) - delegates)
-        assert most < least / 10, "a rank that is no delegate sent tensors"
+        smallest = min(moved[rank][shard] for rank in delegates)
+        largest = max(moved[rank][shard] for rank in set(range(RANKS)) - delegates)
+        assert largest < smallest / 10, "a rank that is no delegate sent tensors"
 
 
 def test_a_rank_that_fails_is_named_on_all_hosts(rank_of_thread: threading.local) -> None:

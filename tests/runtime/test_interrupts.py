@@ -297,12 +297,12 @@ def test_two_interrupts_in_a_row_raise_nothing_else(monkeypatch: pytest.MonkeyPa
     """At every pair of lines of what watches and closes links."""
     monkeypatch.setattr(engine, "GOODBYE_S", 0.01)
     names = ("_watch", "_unwatch", "_close_links", "close")
-    called, x = Descriptor("allreduce", "", "float32", (8,)), np.zeros(8, np.float32)
+    descriptor, x = Descriptor("allreduce", "", "float32", (8,)), np.zeros(8, np.float32)
     first, second, twice = 1, 1, 0
     while True:
         ours, link, far = lone_engine()
-        operand = DenseTensor(x, x, called.layout, called.element.zero_mask)
-        [handle] = ours.submit(Call(called, operand, lambda: x))
+        operand = DenseTensor(x, x, descriptor.layout, descriptor.element.zero_mask)
+        [handle] = ours.submit(Call(descriptor, operand, lambda: x))
         with Interrupting(names, (first, first + second), ours._machine) as interrupting:
             with contextlib.suppress(KeyboardInterrupt):
                 try:

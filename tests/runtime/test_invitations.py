@@ -15,21 +15,22 @@ from omnireduce.runtime.rank.embedded_aggregator import CARD, Invitations, await
 READY = Ready("127.0.0.1:4711", bytes(32))
 
 
-def guest(place: str, said: bytes | None) -> socket.socket:
+def guest(address: str, content: bytes | None) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.connect(place)
-    if said is not None:
-        sock.send(said)
+    sock.connect(address)
+    if content is not None:
+        sock.send(content)
     return sock
 
 
 @pytest.mark.parametrize(
-    "said", [None, b"x", b"x" * 1000, CARD.pack(0, 2), CARD.pack(2, 2), CARD.pack(2**32 - 1, 2), struct.pack("<I", 1)]
+    "content",
+    [None, b"x", b"x" * 1000, CARD.pack(0, 2), CARD.pack(2, 2), CARD.pack(2**32 - 1, 2), struct.pack("<I", 1)],
 )
-def test_who_shows_no_card_is_not_told(said: bytes | None) -> None:
-    place = socket_name("", unique_job())
-    invitations = Invitations(place, 2)
-    stranger, rank = guest(place, said), guest(place, CARD.pack(1, 2))
+def test_who_shows_no_card_is_not_told(content: bytes | None) -> None:
+    address = socket_name("", unique_job())
+    invitations = Invitations(address, 2)
+    stranger, rank = guest(address, content), guest(address, CARD.pack(1, 2))
     for _ in range(4):
         invitations.turn()
     assert invitations.missing == [1]
@@ -43,10 +44,10 @@ def test_who_shows_no_card_is_not_told(said: bytes | None) -> None:
 
 
 def test_who_comes_late_is_told() -> None:
-    place = socket_name("", unique_job())
-    invitations = Invitations(place, 3)
+    address = socket_name("", unique_job())
+    invitations = Invitations(address, 3)
     invitations.tell(READY)
-    guests = [guest(place, CARD.pack(rank, 3)) for rank in (1, 2)]
+    guests = [guest(address, CARD.pack(rank, 3)) for rank in (1, 2)]
     for _ in range(6):
         invitations.turn()
     assert invitations.missing == []
@@ -59,15 +60,15 @@ def test_who_comes_late_is_told() -> None:
 @pytest.mark.parametrize("is_told", [False, True])
 def test_a_rank_that_comes_twice_is_of_another_launch(is_told: bool) -> None:
     """Also when the first one knows the address already, and has gone on."""
-    place = socket_name("", unique_job())
-    invitations = Invitations(place, 3)
-    first = guest(place, CARD.pack(1, 3))
+    address = socket_name("", unique_job())
+    invitations = Invitations(address, 3)
+    first = guest(address, CARD.pack(1, 3))
     for _ in range(2):
         invitations.turn()
     if is_told:
         invitations.tell(READY)
         first.close()
-    with first, guest(place, CARD.pack(1, 3)) as second:
+    with first, guest(address, CARD.pack(1, 3)) as second:
         invitations.turn()
         with pytest.raises(RefusedError, match=r"rank 1 has come twice: two launches .* another cluster\.job"):
             invitations.turn()
@@ -78,12 +79,12 @@ def test_a_rank_that_comes_twice_is_of_another_launch(is_told: bool) -> None:
 
 def test_a_rank_that_has_hung_up_may_come_again() -> None:
     """Before it was told. That it is gone may be seen later than that it is here."""
-    place = socket_name("", unique_job())
-    invitations = Invitations(place, 2)
-    first = guest(place, CARD.pack(1, 2))
+    address = socket_name("", unique_job())
+    invitations = Invitations(address, 2)
+    first = guest(address, CARD.pack(1, 2))
     for _ in range(2):
         invitations.turn()
-    with guest(place, CARD.pack(1, 2)) as second:
+    with guest(address, CARD.pack(1, 2)) as second:
         invitations.turn()
         first.close()
         for _ in range(2):
@@ -94,9 +95,9 @@ def test_a_rank_that_has_hung_up_may_come_again() -> None:
 
 
 def test_another_world_size_ends_it_for_all() -> None:
-    place = socket_name("", unique_job())
-    invitations = Invitations(place, 2)
-    with guest(place, CARD.pack(2, 3)):
+    address = socket_name("", unique_job())
+    invitations = Invitations(address, 2)
+    with guest(address, CARD.pack(2, 3)):
         invitations.turn()
         with pytest.raises(RefusedError, match="rank 2 was started as one of 3 workers"):
             invitations.turn()
@@ -115,11 +116,11 @@ def test_another_world_size_ends_it_for_all() -> None:
 )
 def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
     job = unique_job()
-    place = socket_name("", job)
+    address = socket_name("", job)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zero:
-        zero.bind(place)
+        zero.bind(address)
         zero.listen()
-        one = Ranks(1, lambda _: await_invitation(place, job, 1, 2, limit_s=READY_S, say=lambda _: None))
+        one = Ranks(1, lambda _: await_invitation(address, job, 1, 2, limit_s=READY_S, say=lambda _: None))
         with zero.accept()[0] as rank:
             assert CARD.unpack(rank.recv(64)) == (1, 2)
             if answer:
@@ -132,21 +133,21 @@ def test_what_rank_0_says_is_checked(answer: bytes, message: str) -> None:
 def test_a_rank_0_that_has_stopped_keeps_nobody_for_ever() -> None:
     """The queue of the stopped rank is full, so that a further rank cannot even connect."""
     job = unique_job()
-    place = socket_name("", job)
+    address = socket_name("", job)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zero:
-        zero.bind(place)
+        zero.bind(address)
         zero.listen(0)
-        with guest(place, None):
-            one = Ranks(1, lambda _: await_invitation(place, job, 1, 2, limit_s=0.1, say=lambda _: None))
+        with guest(address, None):
+            one = Ranks(1, lambda _: await_invitation(address, job, 1, 2, limit_s=0.1, say=lambda _: None))
             [error] = one.outcomes()
     assert isinstance(error, TransportError)
     assert "is not on this host, or has stopped, after" in str(error)
 
 
 def test_rank_0_without_descriptors_says_so() -> None:
-    place = socket_name("", unique_job())
-    invitations = Invitations(place, 2)
-    with guest(place, None), descriptors_below(0), pytest.raises(TransportError, match="no descriptors left"):
+    address = socket_name("", unique_job())
+    invitations = Invitations(address, 2)
+    with guest(address, None), descriptors_below(0), pytest.raises(TransportError, match="no descriptors left"):
         invitations.turn()
     invitations.close()
 

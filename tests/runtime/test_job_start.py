@@ -52,11 +52,11 @@ def joining(server: ShardServer) -> list[ControlMessage]:
 
 
 def last_word(peer: socket.socket) -> ControlMessage:
-    said, last = peer.recv(65536), None
-    while said:
-        length = FRAME.unpack_from(said)[2]
-        last = decode_control(said[FRAME.size : FRAME.size + length])
-        said = said[FRAME.size + length :]
+    data, last = peer.recv(65536), None
+    while data:
+        length = FRAME.unpack_from(data)[2]
+        last = decode_control(data[FRAME.size : FRAME.size + length])
+        data = data[FRAME.size + length :]
     assert last is not None
     return last
 

@@ -163,9 +163,11 @@ def test_arguments_win() -> None:
 
 
 def test_the_launcher_knows_the_host_of_the_arguments() -> None:
-    said = detect_launch(OPEN_MPI)
-    assert said.local_size is not None
-    assert detect_launch(OPEN_MPI, rank=said.rank, size=said.size) == replace(said, job=None, launcher="arguments")
+    launch = detect_launch(OPEN_MPI)
+    assert launch.local_size is not None
+    assert detect_launch(OPEN_MPI, rank=launch.rank, size=launch.size) == replace(
+        launch, job=None, launcher="arguments"
+    )
 
 
 @pytest.mark.parametrize(
@@ -354,7 +356,7 @@ INTERACTIVE = {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_N
 
 
 @pytest.mark.parametrize(
-    ("place", "environ", "expected"),
+    ("rank_and_size", "environ", "expected"),
     [
         ((0, 1), {}, ""),
         ((5, 8), OPEN_MPI, "prterun-host-42@1"),
@@ -374,8 +376,8 @@ INTERACTIVE = {"SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_N
         ((1, 4), HOROVODRUN, "node1:4000"),
     ],
 )
-def test_what_tells_launches_apart(place: tuple[int, int], environ: dict[str, str], expected: str) -> None:
-    assert launch_id(*place, environ) == expected
+def test_what_tells_launches_apart(rank_and_size: tuple[int, int], environ: dict[str, str], expected: str) -> None:
+    assert launch_id(*rank_and_size, environ) == expected
 
 
 def test_a_launch_that_nothing_tells_from_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

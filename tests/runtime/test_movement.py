@@ -11,7 +11,7 @@ import pytest
 from local_cluster import WAIT_S, Daemon, configured, run_job, start_job
 from oracle import assert_results, bits, reduce_in_rank_order
 from tensors import Array, sparse
-from transports import by_ways
+from transports import by_transports
 
 from omnireduce import AbortedError, Communicator, Config
 
@@ -33,7 +33,7 @@ def raw(rank: int, dtype: Any, shape: tuple[int, ...]) -> Array:
     return rng.integers(0, 256, elements * kind.itemsize, np.uint8).view(kind).reshape(shape)
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(DTYPES), indirect=["config"], ids=str)
+@pytest.mark.parametrize(("dtype", "config"), by_transports(DTYPES), indirect=["config"], ids=str)
 def test_broadcast_from_any_root_of_any_dtype(config: Config, dtype: Any) -> None:
     def run(comm: Communicator) -> list[bytes]:
         results = []
@@ -69,7 +69,7 @@ def test_broadcast_of_large_tensors(daemon: Daemon) -> None:
     assert run_job(config, 3, run) == [True] * 3
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(DTYPES), indirect=["config"], ids=str)
+@pytest.mark.parametrize(("dtype", "config"), by_transports(DTYPES), indirect=["config"], ids=str)
 def test_allgather(config: Config, dtype: Any) -> None:
     def run(comm: Communicator) -> list[tuple[tuple[int, ...], bytes]]:
         results = []

@@ -21,7 +21,7 @@ from local_cluster import Daemon, configured, run_job, start_job
 from msgspec.msgpack import Ext, encode
 from oracle import bits
 from test_movement import DTYPES, raw
-from transports import by_ways, over
+from transports import by_transports, over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
 from omnireduce.protocol.collective.packets import packed, packet_count
@@ -59,7 +59,7 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and bits(a) == bits(b)
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(DTYPES), indirect=["config"], ids=str)
+@pytest.mark.parametrize(("dtype", "config"), by_transports(DTYPES), indirect=["config"], ids=str)
 def test_ragged_allgather(config: Config, dtype: Any) -> None:
     cases = list(itertools.product([(0, 0, 0), (3, 0, 1), (1, 700, 20_000)], [(), (3,), (2, 0)]))
 
@@ -202,7 +202,7 @@ NUMBER = {kind: number for number, kind in enumerate(CODECS)}
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "content"),
     [
         (np.ndarray, []), (np.ndarray, 1), (np.ndarray, ["|O", [1], bytes(8)]), (np.ndarray, ["<f8", [2], bytes(8)]),
         (np.ndarray, ["<f8", [-1, -1], bytes(8)]), (np.ndarray, ["no type", [1], bytes(8)]),
@@ -223,20 +223,20 @@ NUMBER = {kind: number for number, kind in enumerate(CODECS)}
         (datetime.date, "2026"), (datetime.timedelta, [2**60, 0, 0]),
     ],
 )  # fmt: skip
-def test_what_a_liar_says_is_refused(kind: type[Any], said: Any) -> None:
+def test_what_a_liar_says_is_refused(kind: type[Any], content: Any) -> None:
     with pytest.raises(UsageError, match="the object of rank 1 cannot be read"):
-        from_bytes(encode(Ext(NUMBER[kind], encode(said))), trust=False, sender="rank 1")
+        from_bytes(encode(Ext(NUMBER[kind], encode(content))), trust=False, sender="rank 1")
 
 
 def test_a_part_that_is_too_large(daemon: Daemon) -> None:
     """To the byte, and what it says can be done about."""
-    most = 2000
+    limit = 2000
 
     def run(comm: Communicator) -> None:
-        assert comm.allgather_ragged(np.ones(most, np.int8))[0].size == most
+        assert comm.allgather_ragged(np.ones(limit, np.int8))[0].size == limit
         for call in (
-            lambda: comm.allgather_ragged(np.ones(most + 1, np.int8)),
-            lambda: comm.allgather_object("x" * most),
+            lambda: comm.allgather_ragged(np.ones(limit + 1, np.int8)),
+            lambda: comm.allgather_object("x" * limit),
         ):
             with pytest.raises(UsageError, match=r"bytes to send; expected at most protocol.max_part_bytes, 2000"):
                 call()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from local_cluster import Daemon, Ranks, configured, run_job, unique_job
 from test_fused import momentum
-from transports import KINDS, MEMORY, WAYS, over
+from transports import KINDS, MEMORY, TRANSPORTS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, UsageError
 from omnireduce.runtime.aggregator_client import ask
@@ -95,9 +95,9 @@ def reasons(config: Config, size: int, work: Callable[[Communicator], object]) -
 @pytest.mark.parametrize(("what", "where"), CASES, ids=lambda each: "".join(each))
 def test_what_one_rank_refuses_ends_all(daemon: Daemon, what: str, where: tuple[str, str]) -> None:
     """A rank that waits gets an error at once, and the refusing rank with its next call. Nothing is summed."""
-    way, form = where
+    transport, form = where
     stateful = (*over(KINDS[0]), "protocol.state_bytes=100_000")
-    config = configured(daemon.addresses, *(stateful if "fused" in what else over(way)))
+    config = configured(daemon.addresses, *(stateful if "fused" in what else over(transport)))
 
     def work(comm: Communicator) -> None:
         if comm.rank == 1:
@@ -107,17 +107,17 @@ def test_what_one_rank_refuses_ends_all(daemon: Daemon, what: str, where: tuple[
             begin(comm, what, form)
 
     kind = CALLS[what][0].removeprefix("fused_").removesuffix("_into").replace("_tables", "_rows")
-    for said in reasons(config, 3, work):
-        assert re.match(rf"rank 1 \(host .*\): refused collective 1, which rank [02] called as {kind}\b", said)
-        assert said.endswith(": name is a list; expected a str")
+    for reason in reasons(config, 3, work):
+        assert re.match(rf"rank 1 \(host .*\): refused collective 1, which rank [02] called as {kind}\b", reason)
+        assert reason.endswith(": name is a list; expected a str")
 
 
 @pytest.mark.parametrize(("what", "where"), CASES, ids=lambda each: "".join(each))
 def test_what_all_ranks_refuse_is_over(daemon: Daemon, what: str, where: tuple[str, str]) -> None:
     """Each has an error of its own, and the next call is sound."""
-    way, form = where
+    transport, form = where
     stateful = (*over(KINDS[0]), "protocol.state_bytes=100_000")
-    config = configured(daemon.addresses, *(stateful if "fused" in what else over(way)))
+    config = configured(daemon.addresses, *(stateful if "fused" in what else over(transport)))
 
     def run(comm: Communicator) -> list[float]:
         with pytest.raises(UsageError, match=f"a name of {300 + comm.rank} characters"):
@@ -129,18 +129,18 @@ def test_what_all_ranks_refuse_is_over(daemon: Daemon, what: str, where: tuple[s
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> threading.local:
+def this_thread(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """Ranks are threads; each has the memory of the host of its `rank`."""
     result = threading.local()
     monkeypatch.setattr(joining, "memory_key", lambda: hashlib.sha256(b"%d" % HOSTS[result.rank]).hexdigest()[:32])
     return result
 
 
-def on_two_hosts(daemon: Daemon, here: threading.local, work: Callable[[Communicator], object]) -> list[Any]:
+def on_two_hosts(daemon: Daemon, this_thread: threading.local, work: Callable[[Communicator], object]) -> list[Any]:
     config, job = configured(daemon.addresses), unique_job("hosts")
 
     def run(rank: int) -> object:
-        here.rank = rank
+        this_thread.rank = rank
         with Communicator(config, rank=rank, size=len(HOSTS), job=job) as comm:
             return work(comm)
 
@@ -149,7 +149,7 @@ def on_two_hosts(daemon: Daemon, here: threading.local, work: Callable[[Communic
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("who", [(0,), (3,), (0, 1), (1, 2)])
-def test_of_several_hosts(daemon: Daemon, here: threading.local, who: tuple[int, ...], dtype: str) -> None:
+def test_of_several_hosts(daemon: Daemon, this_thread: threading.local, who: tuple[int, ...], dtype: str) -> None:
     """Also where all ranks of a host refuse, and do nothing after that."""
     have_joined, are_told = threading.Barrier(len(HOSTS)), threading.Barrier(len(HOSTS))
 
@@ -160,26 +160,26 @@ def test_of_several_hosts(daemon: Daemon, here: threading.local, who: tuple[int,
         are_told.wait(30)
         return str(caught.value)
 
-    outcomes = on_two_hosts(daemon, here, work)
-    for rank, said in enumerate(outcomes):
+    outcomes = on_two_hosts(daemon, this_thread, work)
+    for rank, reason in enumerate(outcomes):
         if rank not in who:
-            assert re.match(r"rank [0-3] \(host .*: op 'median': expected one of sum", said), outcomes
+            assert re.match(r"rank [0-3] \(host .*: op 'median': expected one of sum", reason), outcomes
 
 
-def test_what_all_ranks_of_several_hosts_refuse(daemon: Daemon, here: threading.local) -> None:
+def test_what_all_ranks_of_several_hosts_refuse(daemon: Daemon, this_thread: threading.local) -> None:
     def work(comm: Communicator) -> float:
         for wrong in ([comm.rank], None, "x" * comm.rank):
             with pytest.raises(UsageError):
                 comm.allreduce(wrong)
         return float(comm.allreduce(np.ones(1000))[0])
 
-    assert on_two_hosts(daemon, here, work) == [4.0] * 4
+    assert on_two_hosts(daemon, this_thread, work) == [4.0] * 4
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_of_the_channel_for_urgent_tensors(daemon: Daemon, way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_of_the_channel_for_urgent_tensors(daemon: Daemon, transport: str) -> None:
     """An argument that is no array could have been urgent or not."""
-    config = configured(daemon.addresses, "protocol.urgent_bytes=65536", *over(way))
+    config = configured(daemon.addresses, "protocol.urgent_bytes=65536", *over(transport))
 
     def all_refuse(comm: Communicator) -> list[float]:
         for wrong in ("x", [1.0], np.ones(3, complex), np.ones(1 << 20, complex)):
@@ -197,7 +197,7 @@ def test_of_the_channel_for_urgent_tensors(daemon: Daemon, way: str) -> None:
             else:
                 comm.allreduce(np.ones(size))
 
-        assert all("x is a str; expected a numpy.ndarray" in said for said in reasons(config, 2, one_refuses))
+        assert all("x is a str; expected a numpy.ndarray" in reason for reason in reasons(config, 2, one_refuses))
 
 
 PARTS: dict[str, tuple[Callable[[Communicator], object], Callable[[Communicator], object], str]] = {
@@ -230,12 +230,12 @@ PARTS: dict[str, tuple[Callable[[Communicator], object], Callable[[Communicator]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("what", PARTS)
-def test_a_part_says_itself_why_it_is_missing(daemon: Daemon, what: str, way: str) -> None:
+def test_a_part_says_itself_why_it_is_missing(daemon: Daemon, what: str, transport: str) -> None:
     """All ranks get a UsageError, and the job goes on."""
-    wrong, proper, said = PARTS[what]
-    config = configured(daemon.addresses, *over(way), "protocol.max_part_bytes=2000")
+    wrong, proper, message = PARTS[what]
+    config = configured(daemon.addresses, *over(transport), "protocol.max_part_bytes=2000")
 
     def run(comm: Communicator) -> list[str]:
         results = []
@@ -248,7 +248,7 @@ def test_a_part_says_itself_why_it_is_missing(daemon: Daemon, what: str, way: st
         return results
 
     first, *others = run_job(config, 3, run)
-    assert all(said in each and not each.startswith("rank") for each in first)
+    assert all(message in each and not each.startswith("rank") for each in first)
     assert all(each == f"rank 0 refused its part: {first[0]}" for those in others for each in those)
 
 
@@ -309,8 +309,8 @@ def test_who_leaves_after_a_refusal_says_so(daemon: Daemon, monkeypatch: pytest.
             return str(caught.value)
 
     config, job = configured(daemon.addresses), unique_job()
-    _, said = Ranks(2, run).results()
-    assert "left after it had refused a call: x is a NoneType; expected a numpy.ndarray" in said
+    _, error = Ranks(2, run).results()
+    assert "left after it had refused a call: x is a NoneType; expected a numpy.ndarray" in error
 
 
 def test_who_leaves_after_all_have_refused_leaves_in_order(daemon: Daemon) -> None:
@@ -342,12 +342,12 @@ def test_a_program_may_refuse_by_itself(daemon: Daemon) -> None:
         else:
             comm.barrier()
 
-    for said in reasons(configured(daemon.addresses), 2, work):
-        assert "refused collective 1, which rank 1 called as barrier: OSError: the disk is full" in said
+    for reason in reasons(configured(daemon.addresses), 2, work):
+        assert "refused collective 1, which rank 1 called as barrier: OSError: the disk is full" in reason
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (UsageError("x is\n a list"), "x is a list"),
         (KeyError("w"), "KeyError: 'w'"),
@@ -358,5 +358,5 @@ def test_a_program_may_refuse_by_itself(daemon: Daemon) -> None:
         (UsageError("é" * 1000), "é" * 298 + "…"),
     ],
 )
-def test_a_reason_is_one_line_that_can_be_sent(error: Exception, said: str) -> None:
-    assert reason_of(error) == said
+def test_a_reason_is_one_line_that_can_be_sent(error: Exception, expected: str) -> None:
+    assert reason_of(error) == expected

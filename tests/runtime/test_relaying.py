@@ -152,10 +152,10 @@ def two() -> tuple[Bench, InprocLink, InprocLink]:
 def test_a_hello_goes_up_with_the_name_of_the_relay() -> None:
     bench = Bench()
     bench.come(2, memory="0" * 32, team="t", relays=("below:1",), relay=b"below")
-    (said,) = heard(bench.connect())
-    assert isinstance(said, Hello)
-    assert (said.relays, said.rank, said.team, said.verbs) == ((NAME, "below:1"), 2, "", None)
-    assert said.memory not in ("", "0" * 32)  # ranks behind another relay say something else
+    (message,) = heard(bench.connect())
+    assert isinstance(message, Hello)
+    assert (message.relays, message.rank, message.team, message.verbs) == ((NAME, "below:1"), 2, "", None)
+    assert message.memory not in ("", "0" * 32)  # ranks behind another relay say something else
 
 
 def test_who_refuses_a_group_goes_up_and_is_no_job_that_gathers() -> None:
@@ -166,9 +166,9 @@ def test_who_refuses_a_group_goes_up_and_is_no_job_that_gathers() -> None:
     bench.come(2, job="job+g.1", parent_rank=2)
     assert "aggregator.max_jobs" in bench.refusal(2).reason
     uplink = bench.connect()
-    (said,) = heard(uplink)
-    assert isinstance(said, Hello)
-    assert said.refuses == "because"
+    (message,) = heard(uplink)
+    assert isinstance(message, Hello)
+    assert message.refuses == "because"
     bench.say(uplink, Refused("because"))
     assert bench.refusal(1).reason.endswith("because")
     assert bench.is_empty()
@@ -265,11 +265,11 @@ def test_a_worker_waits_for_a_connection_no_longer_than_for_others() -> None:
 
 
 def test_two_relays_of_one_name_are_told_apart() -> None:
-    said = []
+    messages = []
     for bench in (Bench(), Bench()):
         bench.come(0, memory="0" * 32)
-        said += heard(bench.connect())
-    one, other = said
+        messages += heard(bench.connect())
+    one, other = messages
     assert isinstance(one, Hello)
     assert isinstance(other, Hello)
     assert one.relays == other.relays
@@ -310,8 +310,8 @@ def test_secrets_are_proved_before_the_hello() -> None:
     (proof,) = heard(link)
     assert isinstance(proof, Proof)
     bench.say(link, Proof(secret.proof("aggregator", greeting.nonce, b"n" * NONCE_BYTES)))
-    (said,) = heard(link)
-    assert isinstance(said, Hello)
+    (message,) = heard(link)
+    assert isinstance(message, Hello)
 
 
 def test_a_connection_that_is_lost_before_the_hello_is_made_again() -> None:

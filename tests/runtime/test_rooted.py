@@ -8,7 +8,7 @@ from local_cluster import WAIT_S, Daemon, configured, run_job, start_job
 from oracle import assert_results, bits, reduce_in_rank_order
 from tensors import Array, sparse
 from test_movement import DTYPES, SHAPES, raw
-from transports import by_ways
+from transports import by_transports
 
 from omnireduce import AbortedError, Communicator, Config, Op, UsageError
 
@@ -50,7 +50,7 @@ def test_reduce_of_large_tensors(daemon: Daemon) -> None:
     assert_results([results[1]], reduce_in_rank_order(tensors, "sum"))
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(DTYPES), indirect=["config"], ids=str)
+@pytest.mark.parametrize(("dtype", "config"), by_transports(DTYPES), indirect=["config"], ids=str)
 def test_gather_scatter_and_alltoall_of_any_dtype(config: Config, dtype: object) -> None:
     def run(comm: Communicator) -> list[bytes | None]:
         result: list[bytes | None] = []

@@ -10,7 +10,7 @@ from local_cluster import Daemon, configured, run_job, start_job
 from oracle import NARROW, assert_results, reduce_in_rank_order
 from pairwise import pairwise
 from tensors import Array
-from transports import TYPES, WAYS, by_ways
+from transports import TRANSPORTS, TYPES, by_transports
 
 from omnireduce import AbortedError, Communicator, Config, Op, RowOp, UsageError
 from omnireduce.core.dtypes import ELEMENT_TYPES
@@ -60,11 +60,11 @@ def check(config: Config, inputs: Sequence[Rows], n_rows: int, op: Op = "sum") -
 
 @pytest.mark.parametrize(
     ("length", "config", "dtype", "op"),
-    pairwise([1, 6, 300], WAYS, ["float32", "bfloat16"], ["sum", "mean"]),
+    pairwise([1, 6, 300], TRANSPORTS, ["float32", "bfloat16"], ["sum", "mean"]),
     indirect=["config"],
 )
 def test_a_dense_result(config: Config, dtype: str, length: int, op: RowOp) -> None:
-    """The same sums in their places, by whatever way they come; the rest is zero."""
+    """Sums are in their places, whichever transport they come by; the rest is zero."""
     inputs = [some_rows(rank, dtype, 60 + 50 * rank, length, 500) for rank in range(3)]
     union, sums = expected_rows(inputs, 500, op)
     dense = np.zeros((500, length), sums.dtype)
@@ -104,7 +104,7 @@ def test_a_dense_result_that_does_not_fit(local: Config) -> None:
     run_job(local, 1, run)
 
 
-@pytest.mark.parametrize(("dtype", "config"), by_ways(TYPES), indirect=["config"])
+@pytest.mark.parametrize(("dtype", "config"), by_transports(TYPES), indirect=["config"])
 def test_duplicates_in_any_order(config: Config, dtype: str) -> None:
     check(config, [some_rows(rank, dtype, 300 + 50 * rank, 7, 500) for rank in range(3)], 500)
 
@@ -142,7 +142,7 @@ def test_more_rows_than_a_message_holds(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "config"),
-    by_ways(name for name in TYPES if ELEMENT_TYPES[name].is_float),
+    by_transports(name for name in TYPES if ELEMENT_TYPES[name].is_float),
     indirect=["config"],
 )
 def test_the_mean_divides_by_all_ranks(config: Config, dtype: str) -> None:

@@ -135,11 +135,11 @@ def test_jobs_that_wait_together_share_a_turn() -> None:
 def test_16_bit_floats_count_as_long_as_they_take() -> None:
     block, blocks, memory = 1024, 300, 1 << 20
     with closing(Crowd(Budget(work=MIN_WORK))) as crowd:
-        for dtype, least in ((np.float32, 1), (np.float16, 300 * 1024 * 2 * HALF_WORK // MIN_WORK)):
+        for dtype, minimum in ((np.float32, 1), (np.float16, 300 * 1024 * 2 * HALF_WORK // MIN_WORK)):
             values = np.full(blocks * block * 2 // np.dtype(dtype).itemsize, 3, dtype)
             rank = SoleRank(crowd, np.dtype(dtype).name, memory)
             rank.submit(values, block)
-            assert least <= turns_of(crowd, [rank])[rank] <= least + 2
+            assert minimum <= turns_of(crowd, [rank])[rank] <= minimum + 2
             assert (rank.down[1, 64:].view(dtype)[: values.size] == values).all()
 
 

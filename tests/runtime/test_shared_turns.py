@@ -127,8 +127,8 @@ def test_alone_or_beside_idle_jobs_a_result_leaves_at_once() -> None:
         rank = TcpRank(crowd, "large", 1 << 20)
         rank.submit(values)
         while rank.taken == 0:
-            most = taken_in_a_turn(crowd, rank)
-        assert most > 4 << 16
+            largest = taken_in_a_turn(crowd, rank)
+        assert largest > 4 << 16
 
 
 def taken_in_a_turn(crowd: Crowd, rank: TcpRank) -> int:

@@ -9,7 +9,7 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 from pairwise import pairwise
 from tensors import Array, sparse
-from transports import BY_SHARDS, KINDS, WAYS, over
+from transports import BY_SHARDS, KINDS, TRANSPORTS, over
 
 from omnireduce import Communicator, Config, Statistics
 
@@ -101,8 +101,8 @@ def test_bytes_of_each_shard(daemon: Daemon) -> None:
         assert second > 2 * tensor[1].nbytes
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_what_carried_the_tensors_is_counted(daemon: Daemon, way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_carried_the_tensors_is_counted(daemon: Daemon, transport: str) -> None:
     """Collectives of each kind are counted by transport; control messages are not."""
 
     def run(comm: Communicator) -> list[dict[str, int]]:
@@ -112,9 +112,9 @@ def test_what_carried_the_tensors_is_counted(daemon: Daemon, way: str) -> None:
         comm.allreduce_rows(np.arange(2), np.ones((2, 2)), 5)
         return [*results, dict(comm.statistics().carried)]
 
-    for before, after in run_job(configured(daemon.addresses, *over(way)), 2, run):
-        assert (before, list(after)) == ({}, [way])
-        assert after[way] >= 40_000
+    for before, after in run_job(configured(daemon.addresses, *over(transport)), 2, run):
+        assert (before, list(after)) == ({}, [transport])
+        assert after[transport] >= 40_000
 
 
 def test_nothing_but_framing_for_zeros(config: Config) -> None:

@@ -49,7 +49,7 @@ def count_of(pool: Threads | None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "cores", "shards", "local", "neighbours", "threads"),
+    ("configured", "cores", "shards", "local", "neighbours", "threads"),
     [
         (0, 16, 8, 0, 1, MAX_DEFAULT_THREADS),
         (0, 16, 8, 0, 3, 2),
@@ -66,19 +66,19 @@ def count_of(pool: Threads | None) -> int:
     ],
 )
 def test_a_rank_has_its_share_of_the_processors(
-    monkeypatch: pytest.MonkeyPatch, wanted: int, cores: int, shards: int, local: int, neighbours: int, threads: int
+    monkeypatch: pytest.MonkeyPatch, configured: int, cores: int, shards: int, local: int, neighbours: int, threads: int
 ) -> None:
     monkeypatch.setattr(QUOTA, lambda: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert count_of(threads_for(wanted, links(shards, local), neighbours)) == threads
+    assert count_of(threads_for(configured, links(shards, local), neighbours)) == threads
 
 
 def test_ranks_that_share_no_memory_are_known_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(QUOTA, lambda: None)
     results = []
-    for here in ("4", "2", "nonsense"):
-        for name, value in {"RANK": "0", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": here}.items():
+    for local_size in ("4", "2", "nonsense"):
+        for name, value in {"RANK": "0", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": local_size}.items():
             monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
         results.append(count_of(threads_for(0, links(8), 1)))
     assert results == [2, 4, MAX_DEFAULT_THREADS]
@@ -244,8 +244,8 @@ def test_an_interrupt_counts_more_than_an_error(three: Threads) -> None:
         three.run([partial(fail, ArithmeticError()), partial(fail, KeyboardInterrupt())])
 
 
-@pytest.mark.parametrize(("wanted", "ends"), [(3, True), (0, False)])
-def test_no_room_for_threads(monkeypatch: pytest.MonkeyPatch, wanted: int, ends: bool) -> None:
+@pytest.mark.parametrize(("configured", "ends"), [(3, True), (0, False)])
+def test_no_room_for_threads(monkeypatch: pytest.MonkeyPatch, configured: int, ends: bool) -> None:
     """It is an error, before the first collective, where the user wants them. Else one thread does everything."""
     before, start = threading.active_count(), threading.Thread.start
 
@@ -259,9 +259,9 @@ def test_no_room_for_threads(monkeypatch: pytest.MonkeyPatch, wanted: int, ends:
     monkeypatch.setattr(QUOTA, lambda: None)
     if ends:
         with pytest.raises(BlockingIOError, match=r"no room for 3 threads; set transport\.threads = 1"):
-            threads_for(wanted, links(3), 1)
+            threads_for(configured, links(3), 1)
     else:
-        assert threads_for(wanted, links(3), 1) is None
+        assert threads_for(configured, links(3), 1) is None
     assert threading.active_count() == before
 
 
@@ -375,12 +375,12 @@ def test_one_thread_collects_rows(threaded: Config, divided: list[int]) -> None:
 def test_a_shard_that_breaks_the_protocol_is_blamed(
     threaded: Config, divided: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = ShardStream._place
+    original = ShardStream._place
 
     def broken(stream: ShardStream, slot: int, nbytes: int) -> Any:
         if stream.shard == 2:
             raise ProtocolError("made for this test")
-        return place(stream, slot, nbytes)
+        return original(stream, slot, nbytes)
 
     monkeypatch.setattr(ShardStream, "_place", broken)
 

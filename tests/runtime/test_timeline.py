@@ -48,8 +48,8 @@ def test_one_file_has_all_ranks_and_shards(tmp_path: Path, kind: str) -> None:
                 assert span.args | {"step": 0} == {"dtype": "float32", "shape": [4096], "bytes": 16384, "step": 0}
             if span.name == "OMNIREDUCE_ALLREDUCE":
                 own = int(rank[-1]) + 1
-                said = {key: span.args[key] for key in ("bytes", "blocks", "nonzero_blocks", "union_blocks")}
-                assert said == {"bytes": 16384, "blocks": 16, "nonzero_blocks": own, "union_blocks": 2}
+                counts = {key: span.args[key] for key in ("bytes", "blocks", "nonzero_blocks", "union_blocks")}
+                assert counts == {"bytes": 16384, "blocks": 16, "nonzero_blocks": own, "union_blocks": 2}
         assert [span.name for span in timeline.rows["plain", rank]] == ["OMNIREDUCE_ALLREDUCE", "ALLREDUCE"] * STEPS
         assert timeline.ticks[rank, "collectives"]
     if kind != MEMORY:
@@ -217,22 +217,22 @@ def test_the_file_grows_while_the_job_runs(daemon: Daemon, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda path: path.mkdir(), "is a directory, expected a file name"),
         (lambda path: None, "there is no folder"),
     ],
 )
 def test_a_path_that_cannot_be_is_one_error_at_the_start(
-    daemon: Daemon, tmp_path: Path, make: Callable[[Path], None], said: str
+    daemon: Daemon, tmp_path: Path, make: Callable[[Path], None], message: str
 ) -> None:
-    path = tmp_path / ("folder" if "directory" in said else "none/timeline.json")
+    path = tmp_path / ("folder" if "directory" in message else "none/timeline.json")
     make(path)
-    with pytest.raises(ConfigError, match=f"^trace.timeline: {path}: {said}"):
+    with pytest.raises(ConfigError, match=f"^trace.timeline: {path}: {message}"):
         Communicator(configured(["127.0.0.1:1"], f"trace.timeline={path}"), rank=0, size=1)
     with (
         Communicator(configured(daemon.addresses), rank=0, size=1, job=unique_job()) as comm,
-        pytest.raises(UsageError, match=said),
+        pytest.raises(UsageError, match=message),
     ):
         comm.start_timeline(path)
 

@@ -236,8 +236,8 @@ def test_a_full_trace_stops_and_says_so(tmp_path: Path, caplog: pytest.LogCaptur
     lanes = read_lanes(tmp_path)
     assert [lane.spans.size for lane in lanes] == [30, 30, 20, 20]
     for lane in lanes[:2]:
-        said = f"the trace of {lane.origin}, job 'small', is full: it has the first 30 spans and misses"
-        assert sum(f"{said} {lane.origin.missed};" in message for message in caplog.messages) == 1
+        warning = f"the trace of {lane.origin}, job 'small', is full: it has the first 30 spans and misses"
+        assert sum(f"{warning} {lane.origin.missed};" in message for message in caplog.messages) == 1
         assert lane.origin.missed > 0
 
 

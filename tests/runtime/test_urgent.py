@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from local_cluster import SETTLE, WAIT_S, Daemon, Ranks, configured, eventually, run_job, start_job, unique_job
 from msgspec.structs import replace
-from transports import WAYS, over
+from transports import TRANSPORTS, over
 
 from omnireduce import AbortedError, ClosedError, Communicator, RefusedError, UsageError
 from omnireduce.core import names
@@ -25,7 +25,7 @@ URGENT = ("protocol.urgent_bytes=65536", "security.allow_no_secret=true")
 LARGE, SMALL = 1 << 20, 1000  # elements of float32
 
 
-@pytest.fixture(params=WAYS)
+@pytest.fixture(params=TRANSPORTS)
 def urgent(request: pytest.FixtureRequest, daemon: Daemon) -> Config:
     return configured(daemon.addresses, *URGENT, *over(request.param))
 

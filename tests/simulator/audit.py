@@ -66,9 +66,9 @@ def audit_turn(server: ShardServer, budget: Budget, merged: dict[int, int]) -> I
         total = machine.account.traffic.union_blocks
         total += current.sent_blocks + current.written if current is not None else 0
         ranks, senders = len(machine._inboxes), len(machine._senders.delegates or machine._inboxes)
-        most = 1 + max(0, budget.work - ROUND_WORK - ranks * RANK_WORK) // (senders * BLOCK_WORK)
-        if total - merged.get(job.generation, 0) > most:
-            yield f"{job} merged {total - merged.get(job.generation, 0)} blocks in one turn, of {most}"
+        limit = 1 + max(0, budget.work - ROUND_WORK - ranks * RANK_WORK) // (senders * BLOCK_WORK)
+        if total - merged.get(job.generation, 0) > limit:
+            yield f"{job} merged {total - merged.get(job.generation, 0)} blocks in one turn, of {limit}"
         merged[job.generation] = total
 
 

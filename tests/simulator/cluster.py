@@ -226,12 +226,12 @@ class Cluster:
 
     def meet(self, worker: Worker, meet: MeetLocalRanks) -> None:
         """Ranks of one host come to where they meet. When all are there, each learns it after a while."""
-        here = self._meetings.setdefault(meet.token, {})
-        here[meet.rank] = worker
-        if len(here) < meet.size:
+        meeting = self._meetings.setdefault(meet.token, {})
+        meeting[meet.rank] = worker
+        if len(meeting) < meet.size:
             return
         size = region_bytes(self.protocol.slots, self.protocol.slot_bytes, meet.hosts)
-        group = Group([here[rank] for rank in range(meet.size)], np.zeros((meet.size, size), np.uint8))
+        group = Group([meeting[rank] for rank in range(meet.size)], np.zeros((meet.size, size), np.uint8))
         for member in group.members:
             self.world.at(self.world.now() + self._meeting_s(), partial(self._tell_met, member, meet.token, group))
 

@@ -107,9 +107,9 @@ class Shard(Process):
         if not self.slow_turn_s:
             return 0.0
         budget = self._budget
-        most = (budget.work - ROUND_WORK - ranks * RANK_WORK) // (ranks * (block_bytes + BLOCK_WORK))
+        blocks_per_turn = (budget.work - ROUND_WORK - ranks * RANK_WORK) // (ranks * (block_bytes + BLOCK_WORK))
         pieces = max(1.0, ranks * block_bytes / budget.piece_bytes)
-        return blocks * pieces / max(1, min(most, budget.blocks))
+        return blocks * pieces / max(1, min(blocks_per_turn, budget.blocks))
 
     @property
     def listening(self) -> bool:

@@ -34,11 +34,11 @@ def test_who_stops_it_hears_how_far_it_came() -> None:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("seed 7: ")
         process.send_signal(signal.SIGINT)
-        said = process.stdout.read()
+        output = process.stdout.read()
     assert process.returncode == 130
-    seeds = 1 + said.count("options: ")
-    assert f"stopped after seed {6 + seeds}\n" in said
-    assert f"{seeds} seeds, 0 failed" in said
+    seeds = 1 + output.count("options: ")
+    assert f"stopped after seed {6 + seeds}\n" in output
+    assert f"{seeds} seeds, 0 failed" in output
 
 
 def test_a_failure_prints_the_command_that_replays_it() -> None:

@@ -298,14 +298,14 @@ def test_a_slow_reader_hears_why_the_job_ended() -> None:
 
 def test_who_says_no_hello_in_time_may_come_again() -> None:
     """It may be a survivor that was silent because the shard stood still, and that has time left."""
-    heard: list[ControlMessage] = []
+    messages: list[ControlMessage] = []
 
     class Silent(Stranger):
         def turn(self) -> None:
             if self.link is not None:
-                heard.extend(decode_control(each.body) for each in self.link.poll() if isinstance(each, Control))
+                messages.extend(decode_control(each.body) for each in self.link.poll() if isinstance(each, Control))
 
     run = cluster()
     run.world.at(0.5, lambda: run.strangers.append(Silent(run, 0, SILENT)))
     assert run.run() == []
-    assert heard == [Refused("no Hello within 10 s", temporary=True)]
+    assert messages == [Refused("no Hello within 10 s", temporary=True)]

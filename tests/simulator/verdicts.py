@@ -274,8 +274,8 @@ class Verdicts:
             numbers = {number for culprit in culprits for number in re.findall(r"^rank (\d+)", culprit)}
             if named & numbers or (worker.job.min_ranks and " as number " in error.reason):
                 return True
-        called = re.match(r"refused collective \d+, which rank (\d+) called", error.reason)
-        if called and any(culprit.startswith(f"rank {called[1]} ") for culprit in culprits):
+        match = re.match(r"refused collective \d+, which rank (\d+) called", error.reason)
+        if match and any(culprit.startswith(f"rank {match[1]} ") for culprit in culprits):
             return True  # with a false word its own refusal looks like a call, which another rank refused
         if reasons.NOT_LEFT in error.reason:
             return True  # it names all who are still there, by numbers that change when the job is formed anew
@@ -286,12 +286,12 @@ class Verdicts:
     def _passed_on(self, error: AbortedError, causes: Set[str]) -> bool:
         """Whether a rank that could not join has said so, and a fault explains it."""
         text = str(error)
-        said = any(text in worker.excuses for worker in self._cluster.workers)
+        is_excused = any(text in worker.excuses for worker in self._cluster.workers)
         errors = (
             RefusedError(text),
             TransportError(text + reasons.NOT_ADMITTED * error.culprit.startswith("aggregator")),
         )
-        return said and any(reasons.plausible(each, causes) for each in errors)
+        return is_excused and any(reasons.plausible(each, causes) for each in errors)
 
     def _came_back_too_soon(self, error: AbortedError) -> bool:
         """Whether it names a rank that one shard admitted, and another refused: it had not heard its last goodbye."""

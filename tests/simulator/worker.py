@@ -243,12 +243,12 @@ class Worker(Process):
         if isinstance(action, Connect):
             return self._connect(action.shard)
         if isinstance(action, SendControl):
-            told = action.message
-            if isinstance(told, Hello):
-                told, self.said_hello_at = replace(told, **self.nonsense), self.world.now()
-            elif isinstance(told, Leave) and told.cause is not None:
-                self.excuses.add(str(error_of(told.cause)))
-            self.links[action.peer].send_control(encode_control(told))
+            message = action.message
+            if isinstance(message, Hello):
+                message, self.said_hello_at = replace(message, **self.nonsense), self.world.now()
+            elif isinstance(message, Leave) and message.cause is not None:
+                self.excuses.add(str(error_of(message.cause)))
+            self.links[action.peer].send_control(encode_control(message))
         elif isinstance(action, MeetLocalRanks):
             self.meets_at = action.token
             self.cluster.meet(self, action)
@@ -404,8 +404,8 @@ class Worker(Process):
     def _leave(self) -> None:
         """Close as soon as the last words are out and, after a clean end, confirmed."""
         assert self._close_by is not None
-        said = self._machine.said_goodbye if self.error is None else not any(link.wants_write for link in self.links)
-        if said or all(link.over for link in self.links) or self.now() >= self._close_by:
+        is_sent = self._machine.said_goodbye if self.error is None else not any(link.wants_write for link in self.links)
+        if is_sent or all(link.over for link in self.links) or self.now() >= self._close_by:
             self.clean = self.error is None and self._machine.said_goodbye
             if self.error is not None and self.reforms_left:
                 self._reform()

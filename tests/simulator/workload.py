@@ -126,8 +126,8 @@ def _contribution(what: Collective, rank: int, ranks: int) -> Array:
     rng = np.random.default_rng([what.seed, rank, *[what.launch] * (what.launch > 0)])
     data = sparse_tensor(rng, what.dtype, what.elements, what.block_size, what.density, what.awkward)
     if what.codec:
-        most = max(1, LARGEST_EXACT // ranks)
-        data = np.where(data != 0, rng.integers(-most, most + 1, what.elements), data).astype(dtype)
+        largest = max(1, LARGEST_EXACT // ranks)
+        data = np.where(data != 0, rng.integers(-largest, largest + 1, what.elements), data).astype(dtype)
     if what.kind == "allgather":  # a rank brings its own part
         parts = np.array_split(np.arange(what.elements), ranks)
         others = np.ones(what.elements, np.bool_)

@@ -75,7 +75,7 @@ def written(folder: Path, *lines: str) -> str:
     return str(path)
 
 
-def own(kind: type) -> str:
+def setting_for(kind: type) -> str:
     return f"prepostprocessor = {__name__}:{kind.__name__}"
 
 
@@ -154,7 +154,7 @@ def test_a_worker_of_the_dummy_backend_is_not_alone_in_silence(tmp_path: Path, m
         (("instant_job_completion = true", *NO_LIMIT), 5.0),
         ((*NO_LIMIT, "process_packets = false"), 1.0),
         (("prepostprocessor = bypass", *NO_LIMIT), 5.0),
-        ((own(FixedPoint), *NO_LIMIT), 8.0),
+        ((setting_for(FixedPoint), *NO_LIMIT), 8.0),
     ],
 )
 def test_what_a_job_leaves(tmp_path: Path, lines: tuple[str, ...], expected: float) -> None:
@@ -195,7 +195,7 @@ def test_a_processor_of_the_users_own_on_one_host(daemon: Daemon, tmp_path: Path
             assert (job.wait(WAIT_S) == np.arange(100) * 3 / 64).all()
         return [0.0]
 
-    lines = (own(FixedPoint), "packet_numel = 8", "max_outstanding_packets = 4")
+    lines = (setting_for(FixedPoint), "packet_numel = 8", "max_outstanding_packets = 4")
     assert pair(daemon, written(tmp_path, *lines), run) == [[0.0]] * 2
 
 
@@ -205,7 +205,7 @@ def test_all_ranks_get_the_largest_extra_info(daemon: Daemon, tmp_path: Path) ->
         values: list[float] = context.allreduce(x, np.zeros_like(x), timeout_s=WAIT_S).tolist()
         return values
 
-    lines = (own(Largest), "packet_numel = 1", "max_outstanding_packets = 2")
+    lines = (setting_for(Largest), "packet_numel = 1", "max_outstanding_packets = 2")
     assert pair(daemon, written(tmp_path, *lines), run) == [[10, 11, 12, 13, 14, 15]] * 2
 
 
@@ -217,7 +217,7 @@ def test_a_processor_that_fails_ends_the_job_of_all(daemon: Daemon, tmp_path: Pa
             context.allreduce(np.ones(8, np.float32), timeout_s=WAIT_S)
         return caught.value
 
-    errors = pair(daemon, written(tmp_path, own(Unlucky)), run)
+    errors = pair(daemon, written(tmp_path, setting_for(Unlucky)), run)
     assert any(isinstance(error, UsageError) for error in errors)
     for error in errors:
         assert isinstance(error, UsageError | AbortedError | ClosedError)
@@ -227,7 +227,7 @@ def test_a_processor_that_fails_ends_the_job_of_all(daemon: Daemon, tmp_path: Pa
 def test_a_processor_that_cannot_be_made(tmp_path: Path) -> None:
     context = Context()
     with pytest.raises(UsageError, match="the prepostprocessor Unmade cannot be made: SystemExit: not today"):
-        context.start(written(tmp_path, *DUMMY, own(Unmade)))
+        context.start(written(tmp_path, *DUMMY, setting_for(Unmade)))
     with context.start(written(tmp_path, *DUMMY, *NO_LIMIT)):
         assert context.allreduce(np.ones(3, np.int32)).tolist() == [8, 8, 8]
 

@@ -125,11 +125,11 @@ def test_an_iteration_begins_before_the_sums_of_the_last_one_are_there(daemon: D
 @pytest.mark.parametrize("overlap", ["backward", "none"])
 def test_an_iteration_may_end_with_its_sums(daemon: Daemon, overlap: str) -> None:
     config = configured(daemon.addresses, f"cluster.job={unique_job('replay')}")
-    asked = Replay(num_iters=1, num_warmup_iters=0, verify=True, err=0.0, random=False, seed=0, overlap=overlap)
+    replay = Replay(num_iters=1, num_warmup_iters=0, verify=True, err=0.0, random=False, seed=0, overlap=overlap)
 
     def run(rank: int) -> list[int]:
         with Context().start(config, rank=rank, size=2) as context:
-            training = Training(context, LAYERS, asked)
+            training = Training(context, LAYERS, replay)
             training.iterate()
             assert all(job is not None and job.over for job in training._jobs)
             right = training.wrong().count

@@ -72,13 +72,13 @@ def test_h_is_help(command: str) -> None:
 
 
 def test_help_says_what_each_command_does() -> None:
-    said = [
+    lines = [
         " ".join(CliRunner().invoke(main, [name, "-h"]).output.split()) for name in ("allreduce-benchmark", "replay")
     ]
-    assert "Check every element of every sum, int32 exactly, from above and from below." in said[0]
-    assert "Check every element of the sums of the last iteration, from above and from below." in said[1]
-    assert "int32" not in said[1]
-    assert "One rank, this one, makes its forward and backward pass --num-iters times" in said[1]
+    assert "Check every element of every sum, int32 exactly, from above and from below." in lines[0]
+    assert "Check every element of the sums of the last iteration, from above and from below." in lines[1]
+    assert "int32" not in lines[1]
+    assert "One rank, this one, makes its forward and backward pass --num-iters times" in lines[1]
 
 
 def test_one_rank_prints_what_switchml_prints() -> None:
@@ -123,12 +123,12 @@ def test_the_check_sees_a_summand_too_many_and_one_too_few(kind: str, seed: int 
     assert summands.wrong(right * 9, number=2, rounds=3).count == 0
     assert summands.wrong(right, number=1).count > LENGTH / 2
     for change in (parts[1], -parts[1]):
-        for place in (5, LENGTH + 50):
+        for index in (5, LENGTH + 50):
             wrong = right.copy()
-            wrong[place] += change[place] or 1
+            wrong[index] += change[index] or 1
             result = summands.wrong(wrong, number=2, err=0.01)
-            assert (result.count, result.first[0][0]) == (1, place)
-            assert str(result).startswith(f"1 wrong elements, the first: [{place}] is ")
+            assert (result.count, result.first[0][0]) == (1, index)
+            assert str(result).startswith(f"1 wrong elements, the first: [{index}] is ")
 
 
 def test_floats_may_be_wrong_by_err_per_cent_on_both_sides() -> None:

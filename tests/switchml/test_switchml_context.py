@@ -158,8 +158,8 @@ def test_a_job_meets_no_other_collective(daemon: Daemon) -> None:
         assert isinstance(error, AbortedError)
         return str(error)
 
-    for said in behind_another(daemon, run):
-        assert "'switchml job 2'" in said
+    for reason in behind_another(daemon, run):
+        assert "'switchml job 2'" in reason
 
 
 def test_other_collectives_need_no_name_when_jobs_are_over(daemon: Daemon) -> None:

@@ -50,15 +50,15 @@ def train(config: Config, size: int, json_path: Path | None = None) -> list[int]
     return run_job(config, size, lambda comm: run_train(comm, config, json_path=path, against_mpi=False))
 
 
-@pytest.mark.parametrize("way", ["shm", "tcp", MEMORY])
+@pytest.mark.parametrize("transport", ["shm", "tcp", MEMORY])
 def test_all_ranks_end_like_one_process(
-    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+    daemon: Daemon, tmp_path: Path, capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
-    config = small(daemon, *over(way), steps=40)
+    config = small(daemon, *over(transport), steps=40)
     assert train(config, 2, tmp_path / "result.json") == [0, 0]
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["verdict"] == {"ranks_identical": True, "reference_identical": True, "reference_difference": 0}
-    assert (result["transport"], result["world_size"], result["shards"]) == (way, 2, 3)
+    assert (result["transport"], result["world_size"], result["shards"]) == (transport, 2, 3)
     assert result["train"]["steps"] == 40
     assert result["words"] == 400
     assert result["mpi"] is None

@@ -31,5 +31,5 @@ class RdmaPair(VerbsPair):
 
     def overlong(self, queue: QueuePair, nbytes: int, immediate: int) -> None:
         assert isinstance(queue, Queue)
-        place = queue._slots[0]
-        queue._post(SGE(place.addr, nbytes, place.lkey), queue._peer.address, immediate)
+        slot = queue._slots[0]
+        queue._post(SGE(slot.addr, nbytes, slot.lkey), queue._peer.address, immediate)

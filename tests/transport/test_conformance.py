@@ -261,13 +261,13 @@ def test_nothing_blocks_and_nothing_is_lost_while_the_peer_does_not_read(pair: P
         assert not sender.wants_write
 
 
-@pytest.mark.parametrize("most", [1, 7, 1000, SLOT_BYTES + 1])
-def test_a_flush_of_so_many_bytes_leaves_a_rest_that_is_told_of(pair: Pair, most: int) -> None:
+@pytest.mark.parametrize("limit", [1, 7, 1000, SLOT_BYTES + 1])
+def test_a_flush_of_so_many_bytes_leaves_a_rest_that_is_told_of(pair: Pair, limit: int) -> None:
     sender, receiver = pair.ends
     for slot in range(SLOTS):
         fill(sender, slot, SLOT_BYTES, slot)
         sender.send(slot, SLOT_BYTES)
-    sender.flush(most)
+    sender.flush(limit)
     if pair.name in ("tcp", "tls"):
         assert sender.wants_write
     events: list[Event] = []
@@ -275,7 +275,7 @@ def test_a_flush_of_so_many_bytes_leaves_a_rest_that_is_told_of(pair: Pair, most
 
     def read_all() -> bool:
         if sender.wants_write:  # more and more at once: by TLS each byte alone would be a record
-            sender.flush(most * next(flushes))
+            sender.flush(limit * next(flushes))
         assert not sender.poll()  # some links go on there
         events.extend(receiver.poll())
         return len(events) == SLOTS
@@ -296,13 +296,13 @@ def test_one_poll_takes_a_bounded_amount_and_leaves_the_rest_where_it_is_told_of
     events: list[Event] = []
     if not pair.has_descriptors:  # the simulation says how much one poll takes
         pair.left.most_events = 7  # type: ignore[attr-defined]
-    most = EVENTS_PER_POLL + RECORD_LIMIT // FRAME.size
+    limit = EVENTS_PER_POLL + RECORD_LIMIT // FRAME.size
 
     def step() -> bool:
         pair.right.flush()
         result = pair.left.poll()
         events.extend(result)
-        assert len(result) <= most
+        assert len(result) <= limit
         return len(events) == sent
 
     pair.repeat(step, pair.left, *([pair.right] if pair.right.wants_write else []))

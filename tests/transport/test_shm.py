@@ -47,9 +47,9 @@ print(peer.user == os.geteuid(), peer.is_trusted)
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize(
-    ("inside", "peer", "said"), [(7, 0, "True True"), (7, 1234, "False False"), (65534, 1234, "True False")]
+    ("inside", "peer", "output"), [(7, 0, "True True"), (7, 1234, "False False"), (65534, 1234, "True False")]
 )
-def test_a_user_whom_a_namespace_does_not_know_is_a_stranger(inside: int, peer: int, said: str) -> None:
+def test_a_user_whom_a_namespace_does_not_know_is_a_stranger(inside: int, peer: int, output: str) -> None:
     """The kernel gives all of them one number, 65534, which may be that of the process inside. It knows root alone."""
     os.seteuid(peer)
     try:
@@ -61,7 +61,7 @@ def test_a_user_whom_a_namespace_does_not_know_is_a_stranger(inside: int, peer: 
         result = subprocess.run(command, cwd=ROOT, stdin=theirs, capture_output=True, text=True, check=False)
     if "unshare" in result.stderr:
         pytest.skip(f"no user namespaces here: {result.stderr.strip()}")
-    assert (result.stdout.strip(), result.stderr) == (said, "")
+    assert (result.stdout.strip(), result.stderr) == (output, "")
 
 
 def read(link: ShmLink) -> None:

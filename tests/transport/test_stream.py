@@ -59,8 +59,8 @@ def test_who_has_broken_the_rules_can_still_be_told(streams: StreamPair) -> None
     assert not streams.left.wants_write
     streams.left.close()
     streams.left.send_control(b"too late")
-    *said, end = streams.collect(streams.right, 3)
-    assert said == [Control(b"before"), Control(b"after")]
+    *events, end = streams.collect(streams.right, 3)
+    assert events == [Control(b"before"), Control(b"after")]
     assert isinstance(end, Lost)
     streams.right.send_control(b"to nobody")
     assert not streams.right.wants_write
@@ -116,7 +116,7 @@ def test_the_bound_of_control_messages_holds_until_slots_are_attached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("data", "expected"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "it looks like HTTP"),
         (b"OPTIONS * HTTP/1.1\r\n", "it looks like HTTP"),
@@ -131,9 +131,9 @@ def test_the_bound_of_control_messages_holds_until_slots_are_attached() -> None:
         (b"GETS / HTTP", "kind 71, length "),
     ],
 )
-def test_another_protocol_is_called_by_its_name(said: bytes, expected: str) -> None:
+def test_another_protocol_is_called_by_its_name(data: bytes, expected: str) -> None:
     left, right = tcp_ends()
-    right._sock.sendall(said)
+    right._sock.sendall(data)
     event = _next(left, right)
     assert isinstance(event, Lost)
     assert event.violation
@@ -226,7 +226,7 @@ def test_a_peer_that_sends_but_never_reads_is_lost_before_it_costs_much_memory(i
     turn = b"".join(FRAME.pack(DATA, slot, 0) for slot in range(SLOTS))
     with wired(inline) as (link, peer):
         events: list[Event] = []
-        most = 0
+        largest = 0
         while not link.over:
             peer.sendall(turn)
             events = list(link.poll())
@@ -234,9 +234,9 @@ def test_a_peer_that_sends_but_never_reads_is_lost_before_it_costs_much_memory(i
                 if isinstance(event, Received):
                     link.return_credit(event.slot)
             link.flush()
-            most = max(most, len(link._output))
+            largest = max(largest, len(link._output))
         assert events == [Lost("it sends, but does not read", violation=True)]
-        assert most < 20
+        assert largest < 20
 
 
 @pytest.mark.parametrize("inline", [True, False])

@@ -276,7 +276,7 @@ def test_a_handshake_in_too_many_records(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("noise", "told"),
+    ("noise", "message"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "it looks like HTTP"),
         (b"PROXY TCP4 10.0.0.1", "it looks like the PROXY protocol of a load balancer"),
@@ -285,8 +285,8 @@ def test_a_handshake_in_too_many_records(guest: Guest) -> None:
         (b"\x17\x04\x03\x00\x05hello", r"it sent b'\x17\x04\x03\x00\x05'"),
     ],
 )
-def test_what_is_no_tls_is_told_at_once(guest: Guest, noise: bytes, told: str) -> None:
-    assert guest.says(noise) == [Lost(f"no TLS: {told}", violation=True)]
+def test_what_is_no_tls_is_told_at_once(guest: Guest, noise: bytes, message: str) -> None:
+    assert guest.says(noise) == [Lost(f"no TLS: {message}", violation=True)]
 
 
 def test_without_a_certificate_nothing_is_looked_at() -> None:

@@ -60,8 +60,8 @@ def test_a_lost_write_does_not_hide_the_end(pair: VerbsPair) -> None:
     left.news.clear()
     pair.right.send_control(b"because")
     pair.right.close()
-    said, lost = pair.collect(pair.left, 2)
-    assert said == Control(b"because")
+    messages, lost = pair.collect(pair.left, 2)
+    assert messages == Control(b"because")
     assert isinstance(lost, Lost)
     assert pair.left.over
 

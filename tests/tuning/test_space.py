@@ -34,7 +34,7 @@ def test_the_default_is_a_point_of_the_space_and_of_the_grid() -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "free"),
+    ("circumstances", "free"),
     [
         (Circumstances(4, True, True), {"protocol.block_size", "queue.fusion_bytes"}),
         (Circumstances(4, True, False), {"protocol.block_size", "queue.fusion_bytes", "queue.cycle_s"}),
@@ -50,8 +50,8 @@ def test_the_default_is_a_point_of_the_space_and_of_the_grid() -> None:
         ),
     ],
 )
-def test_what_has_no_effect_is_held(here: Circumstances, free: set[str]) -> None:
-    space = Space(Config(), ["queue.fusion_bytes"], here)
+def test_what_has_no_effect_is_held(circumstances: Circumstances, free: set[str]) -> None:
+    space = Space(Config(), ["queue.fusion_bytes"], circumstances)
     assert set(space.free) == free - {"queue.fusion_bytes"}
     assert space.held["queue.fusion_bytes"] == "held"
     assert all(space.held.values())
@@ -82,8 +82,8 @@ def test_sizes_of_arrays(elements: int, arrays: int) -> None:
 
 def speed(point: Point) -> float:
     """A ratio with one best point: larger blocks and more fusion than the default, and fewer slots."""
-    wanted = {"protocol.block_size": 1024, "queue.fusion_bytes": 1 << 24, "protocol.slot_bytes": 1 << 21}
-    away = [abs(math.log2((point[key] + 1) / (value + 1))) for key, value in wanted.items()]
+    best = {"protocol.block_size": 1024, "queue.fusion_bytes": 1 << 24, "protocol.slot_bytes": 1 << 21}
+    away = [abs(math.log2((point[key] + 1) / (value + 1))) for key, value in best.items()]
     return 2.0 / (1 + 0.02 * sum(away)) - 0.01 * point["protocol.slots"]
 
 
@@ -93,15 +93,15 @@ def test_the_search_comes_near_the_best_of_the_grid(seed: int) -> None:
     from omnireduce.console.tune.search import Search
 
     space = Space(Config(), [], Circumstances(1, False, True))
-    search, asked = Search(space, samples=40, seed=seed), []
+    search, points = Search(space, samples=40, seed=seed), []
     for _ in range(40):
         point = search.ask()
         assert point is not None
-        asked.append(point)
+        points.append(point)
         pruned = not all(search.goes_on(speed(point), stage) for stage in range(3))
         search.tell(point, None if pruned else speed(point))
-    assert asked[0] == space.start
-    assert len({tuple(each.values()) for each in asked}) == 40  # nothing is measured twice
+    assert points[0] == space.start
+    assert len({tuple(each.values()) for each in points}) == 40  # nothing is measured twice
     best = search.best(3)
     assert [speed(each) for each in best] == sorted((speed(each) for each in best), reverse=True)
     assert speed(best[0]) >= 0.95 * max(map(speed, space.grid()))
@@ -112,10 +112,10 @@ def test_a_search_ends_when_every_point_was_measured() -> None:
     from omnireduce.console.tune.search import Search
 
     held = [parameter.key for parameter in PARAMETERS if parameter.key != "protocol.slots"]
-    search, asked = Search(Space(Config(), held, EVERYTHING), samples=100, seed=1), []
+    search, points = Search(Space(Config(), held, EVERYTHING), samples=100, seed=1), []
     while (point := search.ask()) is not None:
-        asked.append(point["protocol.slots"])
+        points.append(point["protocol.slots"])
         search.tell(point, None if point["protocol.slots"] == 8 else 1.0)
-    assert set(asked) <= {2, 3, 4, 6, 8}
-    assert len(asked) == len(set(asked))
+    assert set(points) <= {2, 3, 4, 6, 8}
+    assert len(points) == len(set(points))
     assert 8 not in {each["protocol.slots"] for each in search.best(9)}
