@@ -31,8 +31,9 @@ UNIT = {
     *("simulator/test_every_event.py", "simulator/test_scenarios.py"),
     *("train/test_train_corpus.py", "train/test_train_model.py", "tuning/test_space.py"),
     *(f"test_config{part}.py" for part in ("", "_lists", "_properties")),
-    *(f"test_{part}.py" for part in ("addresses", "descriptor", "dtypes", "layout", "loading", "logs", "processors")),
-    *(f"test_{part}.py" for part in ("pairwise", "progress", "rounding", "teams", "tidy", "tiers", "types", "wire")),
+    *(f"test_{part}.py" for part in ("addresses", "descriptor", "dtypes", "exit_gate", "layout", "loading", "logs")),
+    *(f"test_{part}.py" for part in ("pairwise", "processors", "progress", "rounding", "teams", "tidy", "tiers")),
+    *("test_types.py", "test_wire.py"),
 }
 # Long: launches of whole programs, frameworks, deployments, campaigns, compilations.
 SLOW = {

@@ -34,6 +34,7 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED
 from omnireduce.runtime.rank.shared_errors import told
 from omnireduce.runtime.tracing.timeline import MEMCPY_IN
+from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import tagged
 
 
@@ -231,7 +232,7 @@ class Dispatcher:
                 self._task_done.notify_all()
 
     def _end(self, error: BaseException) -> None:
-        with self._task_done:
+        with exit_gate, self._task_done:
             self._error = error
             for task in self._tasks.values():
                 task.error, task.is_done = error, True
@@ -293,6 +294,10 @@ class Dispatcher:
     def _run_batch(self, batch: Batch, *, is_due: bool = False, spoils: bool = False) -> bool:
         """Do a batch, or spoil it; return whether it is spoiled. Then its tasks are as before. Only one that is due,
         without a round, can be."""
+        with exit_gate:  # this thread may have the last reference to an array of the user
+            return self._carry_out(batch, is_due=is_due, spoils=spoils)
+
+    def _carry_out(self, batch: Batch, *, is_due: bool, spoils: bool) -> bool:
         if batch.error:
             self._finish(batch, [None], error=told(UsageError(batch.error)))
             return False

@@ -27,6 +27,7 @@ from omnireduce.runtime.rank.launcher_detection import own_launch
 from omnireduce.runtime.rank.shared_errors import told_to_others
 from omnireduce.runtime.rank.world import connect
 from omnireduce.support.config import Config
+from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import tagged
 from omnireduce.switchml.dummy import DUMMY_THREADS, DummyCommunicator, DummyExchange
 from omnireduce.switchml.job import Distribution, Job, JobState, Starter, Stats
@@ -308,7 +309,7 @@ class Context:
                     with suppress(OmniReduceError):  # the job has it
                         self._begin_next(job)
             if before is not None:
-                with suppress(OmniReduceError):
+                with exit_gate, suppress(OmniReduceError):
                     before.wait()
 
 

@@ -29,6 +29,7 @@ from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.handles import EngineObserver, SingleHandle, check_fits, check_free
 from omnireduce.runtime.rank.poller import Poller
 from omnireduce.runtime.rank.threads import ParallelDriver
+from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.transport.base import Link
 
@@ -165,6 +166,7 @@ def is_by_exception() -> bool:
 
 
 os.register_at_fork(after_in_child=_process.abandon_in_child)
+atexit.register(exit_gate.close)  # after the next one: the last that is registered is called first
 atexit.register(_process.leave_all)
 
 

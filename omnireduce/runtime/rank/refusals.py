@@ -27,6 +27,7 @@ from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.channels import RankChannels
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.shared_errors import is_told, reason_of, told
+from omnireduce.support.exit_gate import exit_gate
 
 SETTLE_S = 2.0  # the longest wait of a rank that leaves for the others to hear its refusal
 
@@ -72,7 +73,7 @@ def _start(engine: Engine, call: Call[Any], reason: str) -> None:
 
 
 def _await_refusals(engine: Engine) -> None:
-    with suppress(OmniReduceError):
+    with exit_gate, suppress(OmniReduceError):
         while engine.refused is not None and not engine.refused[0].done():
             engine.refused[0].wait()
 

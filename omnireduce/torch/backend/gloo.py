@@ -25,6 +25,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.rank.calls.single import once
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.support.exit_gate import exit_gate
 from omnireduce.torch.backend.group_job import Job
 from omnireduce.torch.backend.work import NO_LIMIT, Completion, Pending, told_to_torch
 from omnireduce.torch_backend import DEVICES
@@ -32,6 +33,7 @@ from omnireduce.torch_backend import DEVICES
 DIGEST_BYTES, BALANCE_BYTES, TEXT_BYTES = 16, 8, 232
 STATEMENT_BYTES = DIGEST_BYTES + BALANCE_BYTES + TEXT_BYTES
 MAX_SHOWN = 4  # statements in an error
+LOOK = timedelta(milliseconds=50)  # between two looks whether the process ends, while a thread waits in gloo
 _HASH_FACTORS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
 
 
@@ -121,11 +123,11 @@ class Movements:
     """Lets gloo begin what ranks ask for, once they agree, in the order in which they asked for it.
 
     Gloo tells the messages of two collectives apart by that order. Whoever needs the work of one waits for those
-    before it; a thread of `completion` does where nobody else does.
+    before it; a thread of `completion` does where nobody else does. Threads of `self._ends` complete the futures.
     """
 
     def __init__(self, job: Job, completion: Completion) -> None:
-        self._job, self._completion = job, completion
+        self._job, self._completion, self._ends = job, completion, Completion()
         self._turns = deque[_Turn]()  # that have not begun
         self._beginning = threading.RLock()  # held from the first of the turns until it has begun
 
@@ -152,12 +154,17 @@ class Movements:
             movement.finish,
             devices=movement.devices,
             words=movement.words,
+            ends=self._ends,
         )
         if opts.asyncOp:
-            work.go_on_in(self._completion)
+            self._completion.add(Pending(lambda: self._reach(turn), _nothing))
         else:
             self._reach(turn)
         return work
+
+    def close(self) -> None:
+        """Let the threads end, once they have completed all futures."""
+        self._ends.close()
 
     def refuse(self, error: Exception) -> None:
         """Let the other ranks know that this one cannot take part in the next collective, because of `error`."""
@@ -176,6 +183,10 @@ class Movements:
             while not turn.over.is_set():
                 self._turns.popleft().take()
         return turn.work()
+
+
+def _nothing() -> None:
+    """Nobody is told when a collective has begun."""
 
 
 class _Turn:
@@ -214,7 +225,7 @@ def said_by_gloo(error: Exception) -> str:
 class GlooWork(dist._Work):
     """Work of gloo. `begun` waits until it has begun, with a time limit or without, and returns gloo's own work;
     `is_begun` tells whether that would wait. `finish` is called once, when it is over, and returns the tensors. `words`
-    describe it."""
+    describe it. `ends`: its threads complete the future. None: there is no future, as gloo has none for messages."""
 
     def __init__(
         self,
@@ -224,21 +235,16 @@ class GlooWork(dist._Work):
         *,
         words: str,
         devices: Sequence[torch.device] = (),
+        ends: Completion | None = None,
     ) -> None:
         super().__init__()
-        self._words = words
+        self._words, self._ends = words, ends
         self._begun, self._is_begun, self._finish = begun, is_begun, once(finish)
         self._waiting = threading.RLock()  # a signal handler may come on top
         self._is_over = False
         self._error: Exception | None = None
         self._devices = devices
-        self._over: Future[None] | None = None  # where somebody may want to hear of it
-
-    def go_on_in(self, completion: Completion) -> None:
-        """Let a thread see to it that it begins, and that its future is told when it is over."""
-        begun = self._begun  # not this object: the tensors are free when nobody refers to it
-        self._over = over = self._future()
-        completion.add(Pending(lambda: begun(NO_LIMIT), lambda: _tell(begun, over)))
+        self._over: Future[None] | None = None  # where somebody wants to hear of it
 
     def is_completed(self) -> bool:
         if not self._is_over and self._is_begun():
@@ -285,26 +291,27 @@ class GlooWork(dist._Work):
             raise dist.DistBackendError(f"omnireduce: {self._words}: {said_by_gloo(error)}") from error
 
     def get_future(self) -> Future[list[Tensor]]:
-        begun, finish = self._begun, self._finish
+        if self._ends is None:
+            raise dist.DistBackendError(f"omnireduce: no future tells the end of a wait {self._words}; call wait()")
+        begun, finish = self._begun, self._finish  # not this object: the tensors are free when nobody refers to it
         if self._over is None:
-            self._over = self._future()
-            _tell(begun, self._over)
+            self._over = over = Future(devices=list(self._devices))
+            self._ends.add(Pending(lambda: _await_end(begun), lambda: over.set_result(None)))
 
         def finished(_: Future[None]) -> list[Tensor]:
-            begun(NO_LIMIT).get_future().wait()  # raises why gloo failed. To wait for the work would wait for this
+            begun(NO_LIMIT).get_future().wait()  # raises why gloo failed
             return finish()
 
         return self._over.then(finished)
 
-    def _future(self) -> Future[None]:
-        return Future(devices=list(self._devices))
 
+def _await_end(begun: Callable[[timedelta], dist._Work]) -> None:
+    """Return when gloo is over, or has not begun and never will. Who asks for the result is told an error.
 
-def _tell(begun: Callable[[timedelta], dist._Work], over: Future[None]) -> None:
-    """Complete `over` when gloo is over, or at once where it has not begun and never will."""
-    try:
-        future = begun(NO_LIMIT).get_future()
-    except RuntimeError:  # who asks for the result is told
-        over.set_result(None)
-    else:
-        future.add_done_callback(lambda _: over.set_result(None))
+    No function of Python is called in a thread of gloo: the end of the process would not wait for it.
+    """
+    work = begun(NO_LIMIT)
+    while not work.is_completed():
+        exit_gate.check()
+        with suppress(RuntimeError):
+            work.wait(LOOK)

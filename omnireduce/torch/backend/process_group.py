@@ -124,6 +124,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Leave the job. Collectives under way fail."""
         self._job.leave()
         self._completion.close()
+        self._movements.close()
         self._messages.close()
 
     def abort(self) -> None:

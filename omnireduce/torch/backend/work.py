@@ -19,6 +19,7 @@ from torch.futures import Future
 from omnireduce.errors import CollectiveTimeoutError
 from omnireduce.runtime.rank.calls.single import once
 from omnireduce.runtime.rank.handles import Handle
+from omnireduce.support.exit_gate import exit_gate
 from omnireduce.torch.tensors import gpus_of
 
 
@@ -39,7 +40,8 @@ def _compiled() -> Any:
 
 
 def typed_future(over: Any, tensors: List[Tensor]) -> Any:  # noqa: UP006
-    """A future that has these tensors, or the error of the future `over`, once that is complete."""
+    """A future that has these tensors, or the error of the future `over`, once that is complete. Its callbacks run in
+    threads of torch, for which the end of the process does not wait."""
     return _compiled()(over, tensors)
 
 
@@ -55,7 +57,7 @@ class Completion:
 
     `tell` runs whatever a user wants to be called, and that may wait for a later collective. So another thread waits
     for the next collective meanwhile. There are as many threads as were ever needed at once. They are daemons: a
-    program may end while a collective is under way.
+    program may end while a collective is under way. It then fails, and the end of the program waits for the thread.
     """
 
     def __init__(self) -> None:
@@ -93,18 +95,21 @@ class Completion:
     def _run(self) -> None:
         is_needed = True
         while is_needed:
-            with self._lock:
-                pending = self._pending.popleft()
-            with suppress(Exception):  # who asks for the result is told
-                pending.wait()
-            with self._lock:
-                self._is_waiting = False
-                with suppress(RuntimeError):  # no room for a thread: this one goes on when it has told
-                    self._let_one_wait()
-            pending.tell()
-            del pending  # it may hold tensors
+            with exit_gate:
+                self._do_next()
             with self._lock:
                 is_needed = self._await_turn()
+
+    def _do_next(self) -> None:
+        with self._lock:
+            pending = self._pending.popleft()
+        with suppress(Exception):  # who asks for the result is told
+            pending.wait()
+        with self._lock:
+            self._is_waiting = False
+            with suppress(RuntimeError):  # no room for a thread: this one goes on when it has told
+                self._let_one_wait()
+        pending.tell()
 
     def _await_turn(self) -> bool:
         """Be idle until there is a collective to wait for; return whether there is one, rather than an end."""
