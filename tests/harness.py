@@ -172,9 +172,9 @@ class InprocCluster:
     def _join(self, shard: int, rank: int) -> None:
         up, down = self.up[rank][shard], self.down[shard][rank]
         up.other, down.other = down, up
-        own = self.arenas[shard][rank * self.slots : (rank + 1) * self.slots]
-        up.attach(own, self.results[shard])
-        down.attach(self.results[shard], own)
+        own_slots = self.arenas[shard][rank * self.slots : (rank + 1) * self.slots]
+        up.attach(own_slots, self.results[shard])
+        down.attach(self.results[shard], own_slots)
 
     def _worker(self, rank: int, name: str, scan_span: int, timeout_s: float) -> WorkerMachine:
         links = self.up[rank]

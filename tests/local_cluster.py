@@ -282,8 +282,10 @@ def workers(
     with contextlib.ExitStack() as stack:
         results = []
         for rank in range(size):
-            own = per_rank[rank] if per_rank else ()
-            results.append(stack.enter_context(Worker(daemon, job, rank, size, *arguments, *own, overrides=overrides)))
+            own_options = per_rank[rank] if per_rank else ()
+            results.append(
+                stack.enter_context(Worker(daemon, job, rank, size, *arguments, *own_options, overrides=overrides))
+            )
         for worker in results:
             worker.expect("joined")
         yield results
@@ -337,8 +339,8 @@ def start_job(
     job = job or unique_job()
 
     def run(rank: int) -> _T:
-        own = config if isinstance(config, Config) else config[rank]
-        with Communicator(own, rank=rank, size=size, job=job) as comm:
+        own_config = config if isinstance(config, Config) else config[rank]
+        with Communicator(own_config, rank=rank, size=size, job=job) as comm:
             return function(comm)
 
     return Ranks(size, run)

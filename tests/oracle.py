@@ -87,13 +87,13 @@ def indices_of_runs(listed: Sequence[int], shards: int = 1, stripe_blocks: int =
 
 def steps_of(indices: Sequence[int]) -> bytes:
     """`indices` as steps: seven bits to a byte, the lowest ones first, and a highest bit where another byte follows."""
-    found = bytearray()
+    encoded = bytearray()
     for before, index in pairwise([0, *indices]):
         digits = [index - before >> shift & 127 for shift in range(0, 63, 7)]
         while len(digits) > 1 and digits[-1] == 0:
             digits.pop()
-        found += bytes([*(digit | 128 for digit in digits[:-1]), digits[-1]])
-    return bytes(found)
+        encoded += bytes([*(digit | 128 for digit in digits[:-1]), digits[-1]])
+    return bytes(encoded)
 
 
 def indices_of_steps(listed: bytes) -> list[int]:
@@ -117,15 +117,15 @@ def bits(array: Array) -> bytes:
     return np.ascontiguousarray(array).tobytes()
 
 
-def assert_same_values(found: Array, expected: Array, what: str = "") -> None:
+def assert_same_values(result: Array, expected: Array, what: str = "") -> None:
     """Equal values: NaN equals NaN, and -0 equals +0."""
-    assert found.dtype == expected.dtype, f"{what}: {found.dtype}, expected {expected.dtype}"
-    assert found.shape == expected.shape, f"{what}: shape {found.shape}, expected {expected.shape}"
+    assert result.dtype == expected.dtype, f"{what}: {result.dtype}, expected {expected.dtype}"
+    assert result.shape == expected.shape, f"{what}: shape {result.shape}, expected {expected.shape}"
     with np.errstate(invalid="ignore"):
-        same = (found == expected) | ~(is_number(found) | is_number(expected))
+        same = (result == expected) | ~(is_number(result) | is_number(expected))
     if not np.all(same):
         at = np.flatnonzero(~np.ravel(same))
-        first = [(int(i), np.ravel(found)[i], np.ravel(expected)[i]) for i in at[:5]]
+        first = [(int(i), np.ravel(result)[i], np.ravel(expected)[i]) for i in at[:5]]
         raise AssertionError(f"{what}: {at.size} wrong elements, the first as (index, found, expected): {first}")
 
 

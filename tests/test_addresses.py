@@ -171,11 +171,11 @@ def nobody_accepts(family: socket.AddressFamily, host: str) -> Iterator[int]:
 @needs_ipv6
 def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
     """The first one may refuse, or not answer: its share of the time leaves some for the others."""
-    with listen("::1", 0, 1) as listener, connect("localhost", listener.getsockname()[1], WAIT_S) as found:
-        assert host_of(found.getpeername()) == "::1"
+    with listen("::1", 0, 1) as listener, connect("localhost", listener.getsockname()[1], WAIT_S) as connection:
+        assert host_of(connection.getpeername()) == "::1"
     with nobody_accepts(socket.AF_INET, "127.0.0.1") as port, listen("::1", port, 1):
-        with connect("localhost", port, 0.4) as found:
-            assert host_of(found.getpeername()) == "::1"
+        with connect("localhost", port, 0.4) as connection:
+            assert host_of(connection.getpeername()) == "::1"
         with pytest.raises(TimeoutError):
             connect("127.0.0.1", port, 0.1)
 
@@ -187,8 +187,8 @@ def test_the_address_that_answered_last_is_tried_first(monkeypatch: pytest.Monke
     with listen("::1", 0, 4) as listener:
         port = listener.getsockname()[1]
         connect("localhost", port, WAIT_S).close()
-        with listen("127.0.0.1", port, 4), connect("localhost", port, WAIT_S) as found:
-            assert host_of(found.getpeername()) == "::1"
+        with listen("127.0.0.1", port, 4), connect("localhost", port, WAIT_S) as connection:
+            assert host_of(connection.getpeername()) == "::1"
 
 
 @pytest.mark.integration
@@ -205,8 +205,8 @@ def test_an_error_says_what_was_wrong_at_each_address() -> None:
 def test_who_listens_everywhere_serves_both_families() -> None:
     with listen(ANYWHERE, 0, 4) as listener:
         for host in ("127.0.0.1", "::1"):
-            with connect(host, listener.getsockname()[1], WAIT_S) as found:
-                assert host_of(found.getpeername()) == host
+            with connect(host, listener.getsockname()[1], WAIT_S) as connection:
+                assert host_of(connection.getpeername()) == host
 
 
 def test_a_name_is_listened_at_where_this_host_has_it() -> None:
@@ -236,8 +236,8 @@ print(source_towards("localhost"))
 
 @pytest.fixture(scope="module", params=[False, True], ids=["ipv4", "ipv6"])
 def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param) as found:
-        yield found
+    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param) as two_hosts:
+        yield two_hosts
 
 
 def on(host: Host, code: str, *words: str) -> list[str]:

@@ -168,9 +168,9 @@ def blocks(language: str = "") -> list[Block]:
     return [block for block in results if block.language == language or not language]
 
 
-def as_parameters(found: list[Block]) -> list[Any]:
+def as_parameters(blocks: list[Block]) -> list[Any]:
     """Blocks as parameters: `make test` runs those of the README, the slow tests all others."""
-    return [pytest.param(block, marks=() if block.document == "README.md" else pytest.mark.slow) for block in found]
+    return [pytest.param(block, marks=() if block.document == "README.md" else pytest.mark.slow) for block in blocks]
 
 
 def named(block: Block) -> str:
@@ -201,7 +201,7 @@ def commands() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_block_says_its_language(document: Path) -> None:
     text = document.read_text()
-    assert {found[1] for found in FENCE.finditer(text)} <= LANGUAGES
+    assert {fence[1] for fence in FENCE.finditer(text)} <= LANGUAGES
     outside = FENCE.sub("", text)
     assert "```" not in outside
     assert not re.search(r"\n\n    \S", outside), "a block that is only indented; fence it and say its language"

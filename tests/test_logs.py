@@ -248,8 +248,8 @@ def test_the_processes_of_a_daemon_share_a_bound(shards: int, metrics: str) -> N
         for event in events:
             for _ in range(A_SECOND + 1):
                 results = flood.log(second, event, "y" * 500)
-                left_out += sum(sum(each["events"].values()) for each in results if each["event"] == "left_out")
-                lines += sum(each["event"] != "left_out" for each in results)
+                left_out += sum(sum(result["events"].values()) for result in results if result["event"] == "left_out")
+                lines += sum(result["event"] != "left_out" for result in results)
         if second == 659:
             assert 2 * LINE < flood.bytes < 1_000_000 / count
     assert left_out + lines > 60 * len(events) * (A_SECOND + 1)

@@ -118,7 +118,7 @@ def check_standard_words(module: str, source: str) -> list[str]:
 
 def check_no_machine_path(path: str, text: str) -> list[str]:
     why = "this path exists on one machine only"
-    return [f"{path}:{line}: {why}: {found}" for line, found in matches(MACHINE_PATHS, text)]
+    return [f"{path}:{line}: {why}: {match}" for line, match in matches(MACHINE_PATHS, text)]
 
 
 def matches(pattern: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:

@@ -60,9 +60,9 @@ def test_a_small_run(tmp_path: Path) -> None:
 def test_an_all_gather_of_what_is_not_zero_sums_correctly_from_buffers_that_it_keeps() -> None:
     """The results of both rounds of warm-up are checked; the case in between needs other sizes."""
     rows = [Case("shm", 2, size, 0.5, kind="rows", rounds=1) for size in ("1 MiB", "64 KiB", "1 MiB")]
-    assert [entrants(found) for found in sweep(rows, ["mpich"])] == [{OURS, "AGsparse"}] * 3
+    assert [entrants(outcome) for outcome in sweep(rows, ["mpich"])] == [{OURS, "AGsparse"}] * 3
     elements = [Case("shm", 2, size, 0.01, rounds=1) for size in ("1 MiB", "64 KiB", "1 MiB")]
-    assert [entrants(found) for found in sweep(elements, ["mpich"])] == [{OURS, "AGsparse", *MPICH}] * 3
+    assert [entrants(outcome) for outcome in sweep(elements, ["mpich"])] == [{OURS, "AGsparse", *MPICH}] * 3
 
 
 def test_a_checkout_and_itself_in_turns() -> None:

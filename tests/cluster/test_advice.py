@@ -44,7 +44,7 @@ def test_what_has_no_effect_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("upstream", "own", "is_itself"),
+    ("upstream", "address", "is_itself"),
     [
         ("127.0.0.1:7400", "127.0.0.1:7400", True),
         ("localhost:7400", "127.0.0.1:7400", True),
@@ -56,12 +56,12 @@ def test_what_has_no_effect_is_said() -> None:
         ("no-such-host.invalid:7400", "0.0.0.0:7400", False),
     ],
 )
-def test_a_relay_is_not_its_own_upstream(upstream: str, own: str, is_itself: bool) -> None:
+def test_a_relay_is_not_its_own_upstream(upstream: str, address: str, is_itself: bool) -> None:
     if not is_itself:
-        refuse_itself_as_upstream([upstream], ["127.0.0.1:1", own])
+        refuse_itself_as_upstream([upstream], ["127.0.0.1:1", address])
         return
     with pytest.raises(ConfigError, match="is this aggregator itself, expected the one above it"):
-        refuse_itself_as_upstream(["192.0.2.1:7400", upstream], ["127.0.0.1:1", own])
+        refuse_itself_as_upstream(["192.0.2.1:7400", upstream], ["127.0.0.1:1", address])
 
 
 def test_a_daemon_that_is_its_own_upstream_does_not_start() -> None:

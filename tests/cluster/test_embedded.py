@@ -239,10 +239,10 @@ def test_rank_0_may_leave_first() -> None:
             comm.shutdown()
             return ""
         zero.results()
-        with pytest.raises(AbortedError) as found:
+        with pytest.raises(AbortedError) as caught:
             comm.barrier()
         comm.shutdown()
-        return str(found.value)
+        return str(caught.value)
 
     zero = Ranks(1, run)
     [error] = Ranks(1, lambda _: run(1)).results(READY_S)

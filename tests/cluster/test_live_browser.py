@@ -32,9 +32,9 @@ def browser(*, with_scripts: bool = True) -> Any:
     if not with_scripts:
         options.add_experimental_option("prefs", {"profile.managed_default_content_settings.javascript": 2})
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
-    found.set_page_load_timeout(WAIT_S)
-    return found
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
+    driver.set_page_load_timeout(WAIT_S)
+    return driver
 
 
 @pytest.fixture(scope="module")

@@ -267,7 +267,7 @@ def test_a_certificate_changes_while_jobs_run(tmp_path: Path, another: Certifica
     """New connections get the new one; a file that is none leaves the old one."""
     first, second, tcp = certificates(), another, over("tcp")
     ours = tmp_path / "aggregator"
-    own = [f"security.tls_certificate={ours}.pem", f"security.tls_key={ours}.key"]
+    settings = [f"security.tls_certificate={ours}.pem", f"security.tls_key={ours}.key"]
 
     def install(source: Certificates) -> None:
         for suffix in (".pem", ".key"):
@@ -279,7 +279,7 @@ def test_a_certificate_changes_while_jobs_run(tmp_path: Path, another: Certifica
         return True
 
     install(first)
-    with Daemon(1, *own) as daemon, workers(daemon, 2, overrides=[*tcp, first.trust()]) as running:
+    with Daemon(1, *settings) as daemon, workers(daemon, 2, overrides=[*tcp, first.trust()]) as running:
         assert (fails(first), fails(second)) == (False, True)
         install(second)
         reload(daemon)

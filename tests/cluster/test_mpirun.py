@@ -43,9 +43,9 @@ def test_rank_size_and_job_come_from_the_launcher(daemon: Daemon, transport: str
 @pytest.mark.slow
 def test_two_launches_at_once_are_two_jobs(daemon: Daemon) -> None:
     """Their ids keep them apart without any configuration."""
-    for status, found, log in Ranks(2, lambda _: events(daemon, 2, "--rounds", "3")).results():
+    for status, events_of_rank, log in Ranks(2, lambda _: events(daemon, 2, "--rounds", "3")).results():
         assert status == 0, log
-        assert sum(each["event"] == "left" for each in found) == 2
+        assert sum(each["event"] == "left" for each in events_of_rank) == 2
 
 
 @pytest.mark.slow

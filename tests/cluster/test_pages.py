@@ -138,8 +138,8 @@ def trusting(*holder: str) -> ssl.SSLContext:
 
 
 def sealed(*more: str) -> list[str]:
-    own = [each.replace("security.", "metrics.") for each in (*certificates().holder("aggregator"), *more)]
-    return [LISTEN, *own]
+    page_settings = [each.replace("security.", "metrics.") for each in (*certificates().holder("aggregator"), *more)]
+    return [LISTEN, *page_settings]
 
 
 @needs_openssl
@@ -181,10 +181,10 @@ def test_a_scraper_that_must_have_a_certificate() -> None:
 
 @needs_openssl
 def test_a_new_certificate_is_taken_without_a_restart(tmp_path: Path) -> None:
-    own = [tmp_path / "pages.pem", tmp_path / "pages.key"]
+    files = [tmp_path / "pages.pem", tmp_path / "pages.key"]
 
     def install(name: str) -> None:
-        for file in own:
+        for file in files:
             file.write_bytes((certificates().folder / f"{name}{file.suffix}").read_bytes())
             file.chmod(0o600)
 
@@ -197,7 +197,7 @@ def test_a_new_certificate_is_taken_without_a_restart(tmp_path: Path) -> None:
             return (tls.getpeercert() or {})["subject"]
 
     install("aggregator")
-    with Daemon(1, LISTEN, f"metrics.tls_certificate={own[0]}", f"metrics.tls_key={own[1]}") as daemon:
+    with Daemon(1, LISTEN, f"metrics.tls_certificate={files[0]}", f"metrics.tls_key={files[1]}") as daemon:
         assert subject() == ((("commonName", "aggregator"),),)
         install("worker")
         daemon.signal(signal.SIGHUP)

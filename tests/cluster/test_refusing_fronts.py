@@ -45,13 +45,13 @@ def ones(*shape: int) -> Any:
 
 
 def compression(comm: Communicator) -> Use:
-    own = Compression()
-    return lambda fits: own.allreduce(comm, ones(9) if fits else np.ones(9), name="g")
+    local_compression = Compression()
+    return lambda fits: local_compression.allreduce(comm, ones(9) if fits else np.ones(9), name="g")
 
 
 def factors(comm: Communicator) -> Use:
-    own = PowerSgd()
-    return lambda fits: own.allreduce(comm, ones(9, 9) if fits else np.ones((9, 9)), name="g")
+    local_powersgd = PowerSgd()
+    return lambda fits: local_powersgd.allreduce(comm, ones(9, 9) if fits else np.ones((9, 9)), name="g")
 
 
 def grace(comm: Communicator) -> Use:
@@ -60,14 +60,14 @@ def grace(comm: Communicator) -> Use:
 
 
 def optimizer_on_shards(comm: Communicator) -> Use:
-    own = ShardedOptimizer([ones(9)], Sgd(lr=1), comm=comm)
-    own.step([ones(9)])
-    return lambda fits: own.step([ones(9 if fits else 8)])
+    optimizer = ShardedOptimizer([ones(9)], Sgd(lr=1), comm=comm)
+    optimizer.step([ones(9)])
+    return lambda fits: optimizer.step([ones(9 if fits else 8)])
 
 
 def pipeline(comm: Communicator) -> Use:
-    own = program()
-    return lambda fits: own.run(comm, {"g": ones(8), "w": ones(8), "lr": 0.5 if fits else "x"})
+    local_pipeline = program()
+    return lambda fits: local_pipeline.run(comm, {"g": ones(8), "w": ones(8), "lr": 0.5 if fits else "x"})
 
 
 def pipeline_for_more_ranks(comm: Communicator) -> Use:
@@ -90,9 +90,9 @@ def distributed_optimizer(comm: Communicator) -> Use:
         def step(self, gradients: Any) -> None:
             """Nothing is learnt here."""
 
-    own = data_parallel.DistributedOptimizer(Plain(), comm=comm)
-    own.step([ones(9)])
-    return lambda fits: own.step([ones(9)] if fits else [ones(9), ones(9)])
+    optimizer = data_parallel.DistributedOptimizer(Plain(), comm=comm)
+    optimizer.step([ones(9)])
+    return lambda fits: optimizer.step([ones(9)] if fits else [ones(9), ones(9)])
 
 
 CASES = {

@@ -45,7 +45,7 @@ class Tree(NamedTuple):
 
     def configs(self, *overrides: str) -> list[Config]:
         daemons = self.left, self.left, self.right, self.right, self.low, self.root
-        return [configured(each.addresses, *overrides) for each in daemons]
+        return [configured(daemon.addresses, *overrides) for daemon in daemons]
 
 
 SUMS = ((0, 1), (2, 3, (4,)), 5)  # nested by relay: ranks that are summed together, if no ranks share memory
@@ -278,10 +278,10 @@ def test_wrong_settings_are_explained() -> None:
             f"aggregator {address}, the upstream of relay {relay.addresses[0]}, could not be reached: Connection"
             in str(failure(relay))
         )
-    own, above = free_address(), free_address()
+    relay_address, above = free_address(), free_address()
     with (
-        Daemon(1, f'aggregator.upstream=["{above}"]', listen=own) as relay,
-        Daemon(1, f'aggregator.upstream=["{own}"]', listen=above),
+        Daemon(1, f'aggregator.upstream=["{above}"]', listen=relay_address) as relay,
+        Daemon(1, f'aggregator.upstream=["{relay_address}"]', listen=above),
     ):
         assert "does aggregator.upstream lead in a circle?" in str(failure(relay))
 
@@ -325,7 +325,7 @@ def test_secrets_and_certificates(tmp_path: Path) -> None:
         file.write_text("a secret of sixteen bytes or more\n" if file == secret else "another secret of many bytes\n")
         file.chmod(0o600)
     common = f"security.secret_file={secret}", f"security.teams_folder={teams}", *certificates().holder("aggregator")
-    own = "security.team=vision", f"security.secret_file={teams / 'vision'}", *certificates().holder("worker")
+    settings = "security.team=vision", f"security.secret_file={teams / 'vision'}", *certificates().holder("worker")
     with Daemon(1, *common) as root, Daemon(1, below(root), certificates().trust(), *common) as relay:
-        config = configured(relay.addresses, *own, certificates().trust(), *SOLO)
+        config = configured(relay.addresses, *settings, certificates().trust(), *SOLO)
         assert run_job(config, 2, lambda comm: float(comm.allreduce(np.ones(9))[0]), "vision") == [2.0, 2.0]

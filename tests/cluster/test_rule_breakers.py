@@ -36,9 +36,9 @@ def message(
 ) -> bytes:
     memory = np.zeros(65536, np.uint8)
     listed = np.array(runs, np.int64).reshape(-1, 2)
-    own = np.array(indices, np.int64)
+    numbers = np.array(indices, np.int64)
     in_steps = np.frombuffer(steps, np.uint8)
-    nbytes = seal(memory, number, frontier, own, block_bytes, extra, runs=listed, steps=in_steps)
+    nbytes = seal(memory, number, frontier, numbers, block_bytes, extra, runs=listed, steps=in_steps)
     return memory[:nbytes].tobytes()
 
 

@@ -35,8 +35,8 @@ only_ipv6 = pytest.mark.parametrize("hosts", ["ipv6"], indirect=True)
 
 @pytest.fixture(scope="module")
 def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param == "ipv6") as found:
-        yield found
+    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param == "ipv6") as two_hosts:
+        yield two_hosts
 
 
 def sums(ranks: Sequence[tuple[Host, Sequence[str]]], *sets: str) -> list[str]:

@@ -77,7 +77,7 @@ def test_a_job_is_counted_exactly(daemon: Daemon, transport: str) -> None:
     done.set()
     totals = running.results()
     counts = [5, 4, 4]  # the barrier is the first shard's
-    assert [each.traffic.collectives for each in results] == counts
+    assert [result.traffic.collectives for result in results] == counts
     traffic = Traffic()
     for each in results:
         traffic.add(each.traffic)
@@ -341,12 +341,12 @@ def test_over_tls() -> None:
 @needs_openssl
 def test_on_its_own_host_the_configuration_of_an_aggregator_will_do() -> None:
     """A health check has it: a certificate to show, and no authority to check one with."""
-    own = certificates().holder("aggregator")
-    with Daemon(1, *own) as daemon:
+    settings = certificates().holder("aggregator")
+    with Daemon(1, *settings) as daemon:
         [address] = daemon.addresses
-        assert ask(address, configured([address], *own), MOST_S).running == 0
+        assert ask(address, configured([address], *settings), MOST_S).running == 0
         with pytest.raises(ConfigError, match=r"security\.tls_ca: a worker with TLS needs it"):
-            ask(address, configured([address], *own, "transport.kind=tcp"), MOST_S)
+            ask(address, configured([address], *settings, "transport.kind=tcp"), MOST_S)
 
 
 def outcome(address: str, timeout_s: float) -> Status | OmniReduceError:

@@ -189,7 +189,7 @@ def test_memory_is_passed_after_the_proof_only(closed: Daemon) -> None:
                 peer.hello(unique_job(), 0, 1)
         for descriptor in results:
             os.close(descriptor)
-    assert [type(each) for each in messages] == [Challenge, Proof, Welcome]
+    assert [type(message) for message in messages] == [Challenge, Proof, Welcome]
 
 
 # false aggregators
@@ -224,7 +224,7 @@ def test_a_false_aggregator_learns_nothing(secret_file: str, what: str) -> None:
     assert isinstance(error, TransportError)
     assert f"aggregator {address}" in str(error)
     assert expected in str(error)
-    assert not any(isinstance(each, Hello) for each in messages)
+    assert not any(isinstance(message, Hello) for message in messages)
 
 
 def test_an_aggregator_that_hangs_up_before_the_hello_is_tried_again(secret_file: str) -> None:

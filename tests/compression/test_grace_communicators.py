@@ -54,14 +54,14 @@ def test_all_ways_give_the_same(daemon: Daemon, params: dict[str, Any], setting:
     names = COMPRESSORS[params["compressor"]].communicators
 
     def run(comm: Communicator) -> dict[str, list[Array]]:
-        return {each: steps_by(each, comm, **params) for each in names}
+        return {name: steps_by(name, comm, **params) for name in names}
 
     results = run_job(configured(daemon.addresses, setting), RANKS, run)
     expected = np.stack(results[0]["allgather"])
     assert expected.any()
     for result in results:
-        for each in names:
-            assert (np.stack(result[each]) == expected).all(), each
+        for name in names:
+            assert (np.stack(result[name]) == expected).all(), name
 
 
 @pytest.mark.parametrize(("name", "communicator"), [pair for pair in PAIRS if pair[0] not in NO_SUMS])

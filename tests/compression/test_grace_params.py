@@ -94,13 +94,13 @@ def test_parameters_go_to_those_that_have_them(daemon: Daemon) -> None:
 
 
 def test_classes_of_the_users_own_by_name(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = """
+    source = """
 from omnireduce.compression.grace import Allgather, ResidualMemory, TopKCompressor
 class Mine(TopKCompressor): ...
 class Kept(ResidualMemory): ...
 class Way(Allgather): ...
 """
-    (tmp_path / "grace_of_mine.py").write_text(own)
+    (tmp_path / "grace_of_mine.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
 
     def run(comm: Communicator) -> list[str]:

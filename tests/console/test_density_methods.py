@@ -31,8 +31,8 @@ def gradient(rank: int) -> Array:
 
 def advice(x: Array) -> dict[str, MethodEstimate]:
     results = advise(x.reshape(-1), x.shape, measure(x.reshape(-1), SIZES), world_size=RANKS, link_gbps=1)
-    assert len({each.method for each in results}) == len(results)
-    return {each.method: each for each in results}
+    assert len({result.method for result in results}) == len(results)
+    return {result.method: result for result in results}
 
 
 @pytest.mark.parametrize(

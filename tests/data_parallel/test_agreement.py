@@ -243,11 +243,11 @@ def test_names_that_come_once_are_forgotten() -> None:
 )
 def test_requests_share_buffers(sizes: list[int], limit: int, expected: list[tuple[str, ...]]) -> None:
     results = fused([request(f"r{i}", elements=n) for i, n in enumerate(sizes)], limit)
-    assert [each.names for each in results] == expected
+    assert [result.names for result in results] == expected
 
 
 def test_requests_that_go_between_do_not_end_a_buffer() -> None:
     sums = [request("a"), request("c")]
     alone, maxima = Request("d", "barrier"), [request("b", "max"), request("e", "max")]
     results = fused([sums[0], maxima[0], sums[1], alone, maxima[1]], 100)
-    assert [each.names for each in results] == [("a", "c"), ("b", "e"), ("d",)]
+    assert [result.names for result in results] == [("a", "c"), ("b", "e"), ("d",)]

@@ -49,8 +49,8 @@ def test_any_of_the_gradients_may_be_missing(daemon: Daemon, had: list[Step]) ->
     def run(comm: Communicator) -> list[list[Array | None]]:
         averaging, results = Averaging(NAMES, PARTS), []
         for step, having in enumerate(had):
-            own = [gradient(comm.rank, step, at) if each else None for at, each in enumerate(having[comm.rank])]
-            results.append(averaging.average(own, comm))
+            gradients = [gradient(comm.rank, step, at) if each else None for at, each in enumerate(having[comm.rank])]
+            results.append(averaging.average(gradients, comm))
         return results
 
     for result in run_job(configured(daemon.addresses), RANKS, run):
@@ -67,9 +67,9 @@ def test_ranks_agree_once_as_long_as_nothing_changes(daemon: Daemon) -> None:
         averaging, agreements, collectives = Averaging(NAMES, PARTS), [], []
         for step in range(8):
             lacks = comm.rank if step < 6 else 2
-            own = [None if at == lacks else gradient(comm.rank, step, at) for at in range(len(SHAPES))]
+            gradients = [None if at == lacks else gradient(comm.rank, step, at) for at in range(len(SHAPES))]
             before = comm.statistics().collectives
-            averaging.average(own, comm)
+            averaging.average(gradients, comm)
             agreements.append(averaging.agreements)
             collectives.append(comm.statistics().collectives - before)
         return agreements, collectives
@@ -81,9 +81,9 @@ def test_ranks_agree_once_as_long_as_nothing_changes(daemon: Daemon) -> None:
 
 def test_gradients_are_averaged_in_their_memory(daemon: Daemon) -> None:
     def run(comm: Communicator) -> list[bool]:
-        own = [gradient(comm.rank, 0, at) for at in range(len(SHAPES))]
-        result = Averaging(NAMES, PARTS).average(own, comm)
-        return [mine is each for mine, each in zip(own, result, strict=True)]
+        gradients = [gradient(comm.rank, 0, at) for at in range(len(SHAPES))]
+        result = Averaging(NAMES, PARTS).average(gradients, comm)
+        return [mine is each for mine, each in zip(gradients, result, strict=True)]
 
     assert run_job(configured(daemon.addresses), RANKS, run) == [[True] * len(SHAPES)] * RANKS
 
@@ -96,8 +96,11 @@ def test_a_mark_is_seen_through_a_codec(daemon: Daemon, codec: str) -> None:
     def run(comm: Communicator) -> list[int]:
         averaging, results = Averaging(NAMES[:2], PARTS[:2]), []
         for step in range(4):
-            own = [gradient(comm.rank, step, 0), None if step == 2 and comm.rank else gradient(comm.rank, step, 1)]
-            averaging.average(own, comm)
+            gradients = [
+                gradient(comm.rank, step, 0),
+                None if step == 2 and comm.rank else gradient(comm.rank, step, 1),
+            ]
+            averaging.average(gradients, comm)
             results.append(averaging.agreements)
         return results
 
@@ -111,8 +114,8 @@ def test_other_types_of_numbers(daemon: Daemon, dtype: type) -> None:
 
     def run(comm: Communicator) -> list[Array | None]:
         parts = [Part(np.dtype(dtype), (5,)), Part(np.dtype(np.float32), (3,))]
-        own = [np.full(5, largest, dtype), np.full(3, comm.rank, np.float32)]
-        return Averaging(["a", "b"], parts).average(own, comm)
+        gradients = [np.full(5, largest, dtype), np.full(3, comm.rank, np.float32)]
+        return Averaging(["a", "b"], parts).average(gradients, comm)
 
     for first, second in run_job(configured(daemon.addresses), RANKS, run):
         assert first is not None

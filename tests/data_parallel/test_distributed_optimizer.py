@@ -67,11 +67,11 @@ def test_gradients_come_back_in_the_structure_of_the_parameters(daemon: Daemon) 
     def run(comm: Communicator) -> Any:
         params = {"layers": [Pair(ones(2, 2), ones(2)), Pair(ones(3), ones(1))], "scale": ones()}
         opt = DistributedOptimizer(Descent(params), comm=comm)
-        own: dict[str, Any] = {"layers": [(ones(2, 2, times=comm.rank), None), (ones(3), None)]}
+        gradients: dict[str, Any] = {"layers": [(ones(2, 2, times=comm.rank), None), (ones(3), None)]}
         if comm.rank == 1:
-            own["scale"] = np.float32(6)  # a number of NumPy, as `sum` returns it
-        assert opt.step(own) == "done"
-        assert opt.taken["layers"][0][0] is own["layers"][0][0]
+            gradients["scale"] = np.float32(6)  # a number of NumPy, as `sum` returns it
+        assert opt.step(gradients) == "done"
+        assert opt.taken["layers"][0][0] is gradients["layers"][0][0]
         return opt.taken
 
     for taken in on_ranks(daemon, run):
@@ -155,7 +155,7 @@ def test_a_broadcast_gives_all_that_the_root_has(daemon: Daemon) -> None:
         return data, opt.rate, opt.steps, velocity, steps, values.tolist()
 
     results = on_ranks(daemon, run)
-    assert [each[1:] for each in results] == [(1 / 3, 2, {1: [1.5, 1.5]}, 2, [1.0])] * SIZE
+    assert [result[1:] for result in results] == [(1 / 3, 2, {1: [1.5, 1.5]}, 2, [1.0])] * SIZE
     assert results[0] == results[1] == results[2]
 
 

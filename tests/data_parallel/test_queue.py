@@ -30,13 +30,13 @@ def test_ranks_submit_in_any_order(daemon: Daemon, size: int, fusion_bytes: int,
     def run(comm: Communicator) -> tuple[list[list[Array]], int, int]:
         queue, rng, results, early = Queue(comm), random.Random(comm.rank), [], 0
         for step in range(20):
-            own = tensors(comm.rank, step, 6, size)
+            arrays = tensors(comm.rank, step, 6, size)
             order = rng.sample(range(6), 6) if step < 2 or step == 15 else range(6)
             stem = "other" if step == 15 else "w"
-            tasks = {i: queue.allreduce_async(own[i], name=f"{stem}{i}", op=op) for i in order}
+            tasks = {i: queue.allreduce_async(arrays[i], name=f"{stem}{i}", op=op) for i in order}
             for i in rng.sample(range(6), 6):
                 tasks[i].wait(60)
-            results.append(own)
+            results.append(arrays)
             early = queue.statistics().rounds if step == 14 else early
             late = queue.statistics().rounds if step == 12 else early
         comm.barrier(name="end")

@@ -106,10 +106,10 @@ def test_an_object_that_cannot_be_sent(daemon: Daemon, limit: str) -> None:
     def work(queue: Queue) -> list[str]:
         results = []
         for step in range(5):
-            own = what if queue.rank == 0 and step % 2 == 0 else {"step": 7}
+            error = what if queue.rank == 0 and step % 2 == 0 else {"step": 7}
             for task in (
-                queue.broadcast_object_async(own, name="b"),
-                queue.allgather_object_async(own, name="g"),
+                queue.broadcast_object_async(error, name="b"),
+                queue.allgather_object_async(error, name="g"),
             ):
                 if step % 2:
                     task.wait(60)
@@ -119,9 +119,9 @@ def test_an_object_that_cannot_be_sent(daemon: Daemon, limit: str) -> None:
                     results.append(str(caught.value))
         return results
 
-    own, *others = run_on_queues(daemon, work, f"protocol.max_part_bytes={limit}", size=3)
-    assert all(("lock is no plain data" if what is LOCK else "bytes to send; expected") in each for each in own)
-    assert others == [[f"rank 0 refused its part: {each}" for each in own]] * 2
+    error, *others = run_on_queues(daemon, work, f"protocol.max_part_bytes={limit}", size=3)
+    assert all(("lock is no plain data" if what is LOCK else "bytes to send; expected") in each for each in error)
+    assert others == [[f"rank 0 refused its part: {each}" for each in error]] * 2
 
 
 def test_a_name_that_is_under_way_is_refused_in_its_turn(daemon: Daemon) -> None:

@@ -29,9 +29,9 @@ def shown(text: str) -> list[str]:
 
 
 def files() -> list[Path]:
-    found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "deploy").rglob("*file")]
-    found += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
-    return [path for path in found if path.is_file()]
+    paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "deploy").rglob("*file")]
+    paths += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    return [path for path in paths if path.is_file()]
 
 
 def test_no_line_shows_a_secret() -> None:

@@ -145,28 +145,28 @@ def _dense(order: Order) -> tuple[Array, Array]:
 
 
 def _in_place(order: Order) -> Round:
-    own, total = _dense(order)
-    x = np.empty_like(own)
+    contribution, total = _dense(order)
+    x = np.empty_like(contribution)
 
     def run(comm: Communicator) -> None:
-        x[:] = own
+        x[:] = contribution
         _check(comm.allreduce(x, name="gradient"), total)
 
     return run
 
 
 def _out_of_place(order: Order) -> Round:
-    own, total = _dense(order)
-    out = np.empty_like(own)
-    return lambda comm: _check(comm.allreduce(own, out=out, name="gradient"), total)
+    contribution, total = _dense(order)
+    out = np.empty_like(contribution)
+    return lambda comm: _check(comm.allreduce(contribution, out=out, name="gradient"), total)
 
 
 def _asynchronous(order: Order) -> Round:
-    own, total = _dense(order)
-    first, second = np.empty_like(own), np.empty_like(own)
+    contribution, total = _dense(order)
+    first, second = np.empty_like(contribution), np.empty_like(contribution)
 
     def run(comm: Communicator) -> None:
-        handles = [comm.allreduce_async(own, out=out, name="gradient") for out in (first, second)]
+        handles = [comm.allreduce_async(contribution, out=out, name="gradient") for out in (first, second)]
         for handle in handles:
             _check(handle.wait(), total)
 

@@ -24,10 +24,10 @@ def test_ranks_have_the_same_bits_and_nearly_those_of_one_process(
 def test_a_broadcast_takes_parameters_buffers_and_state_from_its_root(ranks: Told) -> None:
     results = ranks["from another root"]
     for name in ("digest", "state"):
-        assert len({each[name] for each in results}) == 1
-    assert [each["mean"] for each in results] == [2.0] * SIZE
-    assert [(each["t"], each["lr"]) for each in results] == [(1, 0.25)] * SIZE
-    assert all(each["states"] == 2 * each["parameters"] > 0 for each in results)
+        assert len({result[name] for result in results}) == 1
+    assert [result["mean"] for result in results] == [2.0] * SIZE
+    assert [(result["t"], result["lr"]) for result in results] == [(1, 0.25)] * SIZE
+    assert all(result["states"] == 2 * result["parameters"] > 0 for result in results)
 
 
 def test_of_an_embedding_only_rows_travel(ranks: Told) -> None:

@@ -169,8 +169,8 @@ def packets(data: bytes) -> str:
 def _unpacked(decoded: dict[int, int], numbers: Array, rows: Array, width: int) -> str:
     """Outcome of the packets, if each item has `width` numbers of 4 bytes."""
     layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, width), np.int32)
-    own = packed(np.ones((3, width), np.int32))
-    operand = Packets(own, like, layout, Pool().take, rank=0, senders=range(2), max_packets=MOST_PACKETS)
+    own_packets = packed(np.ones((3, width), np.int32))
+    operand = Packets(own_packets, like, layout, Pool().take, rank=0, senders=range(2), max_packets=MOST_PACKETS)
     operand.put(rows, numbers, np.zeros(len(decoded), np.bool_), False)
     try:
         operand.finish()

@@ -136,7 +136,7 @@ def main(addresses: list[str]) -> None:
     names.clear()
     simulate()
     in_one_thread()
-    sys.stdout.writelines(f"{each}\n" for each in sorted(names | by_workers))
+    sys.stdout.writelines(f"{name}\n" for name in sorted(names | by_workers))
 
 
 if __name__ == "__main__":

@@ -156,9 +156,9 @@ def test_the_first_folder_that_can_be_written_to_keeps_what_is_new(tmp_path: Pat
 @compiled
 def test_warm_fills_the_folder_that_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where this user's own folder has the kernels: other users of an image do not have that one."""
-    named, own = tmp_path / "named", tmp_path / "own"
-    KernelFiles("kernels", [own]).save(NAME, CONTENT)
-    files = KernelFiles("kernels", [named, own])
+    named, own_folder = tmp_path / "named", tmp_path / "own"
+    KernelFiles("kernels", [own_folder]).save(NAME, CONTENT)
+    files = KernelFiles("kernels", [named, own_folder])
     monkeypatch.setattr(doctor, "kernel_files", lambda: files)
     monkeypatch.setattr(doctor, "warm_up_all", lambda _: files.load(NAME) or files.save(NAME, CONTENT))
     doctor.warm()
@@ -263,12 +263,12 @@ def test_a_folder_that_is_used_counts_as_new(tmp_path: Path) -> None:
 
 def test_the_folders_of_a_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    own = tmp_path / ".cache" / "omnireduce"
-    assert cache_folders({}) == [own]
-    assert cache_folders({"XDG_CACHE_HOME": "relative"}) == [own]  # so says its specification
+    own_folder = tmp_path / ".cache" / "omnireduce"
+    assert cache_folders({}) == [own_folder]
+    assert cache_folders({"XDG_CACHE_HOME": "relative"}) == [own_folder]  # so says its specification
     assert cache_folders({"XDG_CACHE_HOME": "/x"}) == [Path("/x/omnireduce")]
-    assert cache_folders({"OMNIREDUCE_CACHE": "/a"}) == [Path("/a"), own]
-    assert cache_folders({"OMNIREDUCE_CACHE": "~/a"}) == [tmp_path / "a", own]
+    assert cache_folders({"OMNIREDUCE_CACHE": "/a"}) == [Path("/a"), own_folder]
+    assert cache_folders({"OMNIREDUCE_CACHE": "~/a"}) == [tmp_path / "a", own_folder]
     monkeypatch.setenv("HOME", "/nonexistent")
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert cache_folders({}) == []

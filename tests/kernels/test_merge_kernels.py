@@ -113,17 +113,17 @@ SHARDS = st.integers(1, 4).flatmap(
 def test_admit_indices(peer: list[int], low: int, high: int, base: int, stripes: Stripes) -> None:
     moved = [min(index + base, LIMITS.max) for index in peer]
     shared = np.array(moved, np.int64)
-    own = np.full(len(moved), -9)
+    admitted = np.full(len(moved), -9)
     expected = fitting(moved, low + base, high + base, stripes)
-    assert admit_indices(shared, low + base, high + base, *stripes, own) == expected
-    assert list(own) == moved
+    assert admit_indices(shared, low + base, high + base, *stripes, admitted) == expected
+    assert list(admitted) == moved
 
 
 @pytest.mark.parametrize("index", [-1, LIMITS.min, LIMITS.max, 2**62])
 def test_admit_indices_refuses_what_would_lie_outside(index: int) -> None:
-    own = np.zeros(1, np.int64)
-    assert admit_indices(np.array([index]), 0, 2**62, *ALL_STRIPES, own) == 0
-    assert admit_indices(np.array([2**62 - 1]), 2**31, 2**62, *ALL_STRIPES, own) == 1
+    admitted = np.zeros(1, np.int64)
+    assert admit_indices(np.array([index]), 0, 2**62, *ALL_STRIPES, admitted) == 0
+    assert admit_indices(np.array([2**62 - 1]), 2**31, 2**62, *ALL_STRIPES, admitted) == 1
 
 
 @given(
@@ -131,8 +131,8 @@ def test_admit_indices_refuses_what_would_lie_outside(index: int) -> None:
     stripes=SHARDS,
 )
 def test_admit_indices_only_of_the_shard(blocks: list[int], stripes: Stripes) -> None:
-    shared, own = np.array(blocks, np.int64), np.zeros(len(blocks), np.int64)
-    assert admit_indices(shared, 0, 2 * FAR, *stripes, own) == fitting(blocks, 0, 2 * FAR, stripes)
+    shared, admitted = np.array(blocks, np.int64), np.zeros(len(blocks), np.int64)
+    assert admit_indices(shared, 0, 2 * FAR, *stripes, admitted) == fitting(blocks, 0, 2 * FAR, stripes)
 
 
 @given(
@@ -149,11 +149,11 @@ def test_admit_marked(
     if ascending:
         blocks = sorted(set(blocks))
     marked = [block | (1 + who) << SOLE_SHIFT for block, who in zip(blocks, alone, strict=False)]
-    own, unchanged = np.full(len(blocks), -9), np.zeros(len(blocks), np.bool_)
+    admitted, unchanged = np.full(len(blocks), -9), np.zeros(len(blocks), np.bool_)
     shared = np.array(marked, np.int64)
     expected = fitting(blocks, low, FAR + 9, stripes)
-    assert admit_marked(shared, rank, low, FAR + 9, *stripes, own, unchanged) == expected
-    assert own.tolist() == blocks
+    assert admit_marked(shared, rank, low, FAR + 9, *stripes, admitted, unchanged) == expected
+    assert admitted.tolist() == blocks
     assert unchanged.tolist() == [who == rank for who in alone[: len(blocks)]]
 
 

@@ -25,31 +25,31 @@ WORDS = st.integers(0, 20) | st.sampled_from([*EDGES, *(-edge - 1 for edge in ED
 
 def listed(indices: list[int], stripes: Stripes) -> list[int]:
     """The runs of `indices`, none if they are no shorter."""
-    own = np.array(indices, np.int64)
+    numbers = np.array(indices, np.int64)
     runs = Guarded((len(indices) // 2, 2), np.int64)
-    result = list_runs(own, stripes.shards, stripes.stripe_blocks, runs.array)
+    result = list_runs(numbers, stripes.shards, stripes.stripe_blocks, runs.array)
     runs.check()
-    assert own.tolist() == indices
+    assert numbers.tolist() == indices
     return [int(each) for each in runs.array[:result].reshape(-1)]
 
 
 def expanded(words: list[int], stripes: Stripes, sizes: list[int]) -> tuple[list[int], int, list[int]]:
     """Expand a list in windows of `sizes`, until one is not full. Return the indices, the number of runs that are used
     up, and the length of the filled part of each window."""
-    found: list[int] = []
+    indices: list[int] = []
     run, used, lengths = 0, 0, []
     for size in sizes:
-        own = Guarded((size,), np.int64)
+        window = Guarded((size,), np.int64)
         filled, run, used = expand_runs(
-            np.array(words, np.int64), run, used, stripes.shards, stripes.stripe_blocks, own.array
+            np.array(words, np.int64), run, used, stripes.shards, stripes.stripe_blocks, window.array
         )
-        own.check()
-        assert (own.array[filled:] == 0).all()
-        found += [int(each) for each in own.array[:filled]]
+        window.check()
+        assert (window.array[filled:] == 0).all()
+        indices += [int(each) for each in window.array[:filled]]
         lengths.append(int(filled))
         if filled < size:
             break
-    return found, int(run), lengths
+    return indices, int(run), lengths
 
 
 def windows(total: int, longest: int) -> list[int]:
@@ -69,10 +69,10 @@ def test_what_is_listed_is_expanded(
 ) -> None:
     """The shortest list of runs, if that is shorter than the indices."""
     places = [base * stripes.shards * stripes.stripe_blocks + at for at in range(120)]
-    own = [block for block in places if block // stripes.stripe_blocks % stripes.shards == 0]
-    pairs = list(zip(own, blocks, marks, strict=False))
+    own_blocks = [block for block in places if block // stripes.stripe_blocks % stripes.shards == 0]
+    pairs = list(zip(own_blocks, blocks, marks, strict=False))
     indices = [block | marked * mark << SOLE_SHIFT for block, present, mark in pairs if present]
-    follows = dict(pairwise(own))
+    follows = dict(pairwise(own_blocks))
     joined = sum(
         follows[one % 2**SOLE_SHIFT] | one >> SOLE_SHIFT << SOLE_SHIFT == two for one, two in pairwise(indices)
     )
@@ -99,16 +99,16 @@ def test_large_runs_are_as_large_as_they_say() -> None:
 def honest(words: list[int], stripes: Stripes, limit: int) -> tuple[list[int], int]:
     """The first `limit` indices of a list in which every run has one and stays below the largest number, and how many
     runs they use up."""
-    found: list[int] = []
+    indices: list[int] = []
     for run, (first, count) in enumerate(zip(words[::2], words[1::2], strict=True)):
         fitting = indices_of_runs(
-            [first, max(0, min(count, limit - len(found)))], stripes.shards, stripes.stripe_blocks
+            [first, max(0, min(count, limit - len(indices)))], stripes.shards, stripes.stripe_blocks
         )
         beyond = [at for at, each in enumerate(fitting) if each >> SOLE_SHIFT != first >> SOLE_SHIFT]
-        found += fitting[: beyond[0]] if beyond else fitting
-        if count < 1 or beyond or len(fitting) < count or len(found) == limit:
-            return found, run + (not beyond and 0 < count == len(fitting))
-    return found, len(words) // 2
+        indices += fitting[: beyond[0]] if beyond else fitting
+        if count < 1 or beyond or len(fitting) < count or len(indices) == limit:
+            return indices, run + (not beyond and 0 < count == len(fitting))
+    return indices, len(words) // 2
 
 
 @given(

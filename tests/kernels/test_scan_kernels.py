@@ -159,16 +159,16 @@ def test_listed_by_notes_and_copied(
     notes[rng.random(blocks) < density] |= 2
     for shard in range(shards):
         expected = [b for b in range(limit) if layout.owner(b) == shard and notes[b] & 2]
-        cursor, found = layout.first_block(shard), list[int]()
+        cursor, packed = layout.first_block(shard), list[int]()
         while cursor < limit:
             rows, indices = np.full((capacity, 4), 99, np.uint64), np.full(capacity, -9)
             count, cursor = list_noted(notes, 2, cursor, limit, stripe, shards, indices)
             pack_listed(source, indices[:count], rows)
             assert (rows[:count] == source[indices[:count]]).all()
             assert (rows[count:] == 99).all()
-            found += indices[:count].tolist()
+            packed += indices[:count].tolist()
             assert count == capacity or cursor == limit
-        assert found == expected
+        assert packed == expected
 
 
 @pytest.fixture
@@ -219,11 +219,11 @@ def test_pack_rows(seed: int, total: int, row_bytes: int, shards: int, stripe: i
     deal_rows(numbers, stripe, shards, order, starts)
     for shard in range(shards):
         mine = [at for at, number in enumerate(numbers) if layout.owner(int(number)) == shard]
-        own = order[starts[shard] : starts[shard + 1]]
-        assert own.tolist() == mine
+        own_rows = order[starts[shard] : starts[shard + 1]]
+        assert own_rows.tolist() == mine
         for position in range(0, len(mine), capacity):
             rows, indices = np.full((capacity, row_bytes), 9, np.uint8), np.full(capacity, -9)
-            count = pack_rows(numbers, values, own, position, rows, indices)
+            count = pack_rows(numbers, values, own_rows, position, rows, indices)
             chosen = mine[position : position + capacity]
             assert count == len(chosen)
             assert (indices[:count] == numbers[chosen]).all()

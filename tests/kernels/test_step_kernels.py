@@ -30,17 +30,17 @@ def listed(indices: list[int], limit: int) -> bytes | None:
 
 def expanded(steps: bytes, sizes: list[int]) -> tuple[list[int], int]:
     """Expand a list in windows of `sizes`, until one is not full. Return the indices, and the number of bytes used."""
-    found: list[int] = []
+    indices: list[int] = []
     at, number = 0, 0
     for size in sizes:
-        own = Guarded((size,), np.int64)
-        filled, at, number = expand_steps(np.frombuffer(steps, np.uint8), at, number, own.array)
-        own.check()
-        assert (own.array[filled:] == 0).all()
-        found += own.array[:filled].tolist()
+        window = Guarded((size,), np.int64)
+        filled, at, number = expand_steps(np.frombuffer(steps, np.uint8), at, number, window.array)
+        window.check()
+        assert (window.array[filled:] == 0).all()
+        indices += window.array[:filled].tolist()
         if filled < size:
             break
-    return found, at
+    return indices, at
 
 
 @given(indices=INDICES, window=st.integers(1, 31))

@@ -59,10 +59,10 @@ def test_each_state_of_a_progress_bar_is_a_line() -> None:
 @given(st.text("ab\n", max_size=60).map(str.encode), st.data())
 def test_lines_do_not_depend_on_pieces(text: bytes, data: st.DataObject) -> None:
     cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text))))})
-    lines, found = Lines(), []
+    lines, received = Lines(), []
     for start, end in pairwise(cuts):
-        found += lines.feed(text[start:end])
-    assert found == text.split(b"\n")[:-1]
+        received += lines.feed(text[start:end])
+    assert received == text.split(b"\n")[:-1]
     assert lines.rest() == text.split(b"\n")[-1]
 
 

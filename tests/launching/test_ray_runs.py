@@ -58,8 +58,8 @@ def test_ranks_of_two_nodes_sum(cluster: None) -> None:
             return comm.rank, total, numbers, ",".join(comm.config.cluster.aggregators)
 
     results = run(work, num_workers=4)
-    assert [each[:3] for each in results] == [(rank, 10.0, ["2", str(rank // 2), "2"]) for rank in range(4)]
-    [address] = {each[3] for each in results}
+    assert [result[:3] for result in results] == [(rank, 10.0, ["2", str(rank // 2), "2"]) for rank in range(4)]
+    [address] = {result[3] for result in results}
     assert address.rpartition(":")[0] == ray.util.get_node_ip_address()
 
 

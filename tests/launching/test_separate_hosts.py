@@ -39,8 +39,8 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param == "ipv6") as found:
-        yield found
+    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param == "ipv6") as two_hosts:
+        yield two_hosts
 
 
 def loopback_of(host: Host) -> str:

@@ -68,12 +68,12 @@ NOISE = st.binary(max_size=50) | st.integers(0, len(MAGIC) - 1).map(lambda size:
 def test_messages_come_out_as_they_went_in(payloads: list[bytes], noise: bytes, data: st.DataObject) -> None:
     sent = [Output(number, 1, payload) for number, payload in enumerate(payloads)] + [Ended(0, -9)]
     stream = noise + MAGIC + b"".join(map(frame, sent))
-    frames, found, at = Frames(MOST_BYTES, magic=True), [], 0
+    frames, frames_read, at = Frames(MOST_BYTES, magic=True), [], 0
     while at < len(stream):
         size = data.draw(st.integers(1, 400))
-        found += [decode_news(message) for message in frames.feed(stream[at : at + size])]
+        frames_read += [decode_news(message) for message in frames.feed(stream[at : at + size])]
         at += size
-    assert found == sent
+    assert frames_read == sent
 
 
 def test_nonsense_is_no_message() -> None:

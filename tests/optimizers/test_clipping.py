@@ -72,19 +72,19 @@ def test_weights_are_those_of_clipped_means(daemon: Daemon, rule: Rule, clip: di
         return x if tables else {name: each for name, each in x.items() if name != "t"}
 
     def run(comm: Communicator) -> tuple[dict[str, Array], float | None]:
-        own = ready(weights())
-        with ShardedOptimizer(own, rule, tables=tables, comm=comm, **clip) as optimizer:
+        weights_of_rank = ready(weights())
+        with ShardedOptimizer(weights_of_rank, rule, tables=tables, comm=comm, **clip) as optimizer:
             for step in range(STEPS):
                 optimizer.step(ready(gradients(comm.rank, step)))
-            return own, optimizer.gradient_norm
+            return weights_of_rank, optimizer.gradient_norm
 
     def alone(comm: Communicator) -> dict[str, Array]:
-        own = ready(weights())
-        with ShardedOptimizer(own, rule, tables=tables, comm=comm) as optimizer:
+        weights_alone = ready(weights())
+        with ShardedOptimizer(weights_alone, rule, tables=tables, comm=comm) as optimizer:
             for step in range(STEPS):
                 means = clipped(step, clip.get("clip_norm"), clip.get("clip_value"))
                 optimizer.step(ready(means | {"t": rows_of(means["t"])}))
-        return own
+        return weights_alone
 
     config = configured(daemon.addresses)
     (one, norm), (other, _) = run_job(config, 2, run)
@@ -100,13 +100,13 @@ def test_the_mean_is_clipped_and_not_what_each_rank_has(daemon: Daemon) -> None:
     """Ranks have long gradients that add up to a short one; then two that are long together."""
 
     def run(comm: Communicator) -> Array:
-        own = np.zeros(4, np.float32)
-        with ShardedOptimizer([own], Sgd(lr=1.0), clip_norm=1.0, comm=comm) as optimizer:
+        weights_of_rank = np.zeros(4, np.float32)
+        with ShardedOptimizer([weights_of_rank], Sgd(lr=1.0), clip_norm=1.0, comm=comm) as optimizer:
             optimizer.step([np.array([[8, 0.5, 0, 0], [-8, 0.5, 0, 0]], np.float32)[comm.rank]])
-            assert own.tolist() == [0, -0.5, 0, 0]
+            assert weights_of_rank.tolist() == [0, -0.5, 0, 0]
             optimizer.step([np.array([[0, 0, 6, 0], [0, 0, 0, 8]], np.float32)[comm.rank]])
             assert optimizer.gradient_norm == 5.0
-        return own
+        return weights_of_rank
 
     for result in run_job(configured(daemon.addresses), 2, run):
         np.testing.assert_allclose(result, [0, -0.5, -0.6, -0.8], rtol=1e-6)
@@ -117,10 +117,10 @@ def test_a_norm_that_is_no_number_spoils_what_torch_spoils(daemon: Daemon, wrong
     """NaN everything that has a gradient, infinity its own element; the others do not change."""
 
     def run(comm: Communicator) -> Array:
-        own = np.ones(4, np.float32)
-        with ShardedOptimizer([own], Sgd(lr=1.0), clip_norm=1.0, comm=comm) as optimizer:
+        weights_of_rank = np.ones(4, np.float32)
+        with ShardedOptimizer([weights_of_rank], Sgd(lr=1.0), clip_norm=1.0, comm=comm) as optimizer:
             optimizer.step([np.array([wrong, 1, 2, 3], np.float32)])
-        return own
+        return weights_of_rank
 
     for result in run_job(configured(daemon.addresses), 2, run):
         assert np.isnan(result).tolist() == ([True] * 4 if np.isnan(wrong) else [True, False, False, False])
@@ -129,13 +129,13 @@ def test_a_norm_that_is_no_number_spoils_what_torch_spoils(daemon: Daemon, wrong
 
 def test_ranks_that_clip_differently_are_told(daemon: Daemon) -> None:
     def run(comm: Communicator) -> None:
-        own = np.zeros(4, np.float32)
-        optimizer = ShardedOptimizer([own], Sgd(lr=1.0), clip_norm=1.0 + comm.rank, comm=comm)
+        weights_of_rank = np.zeros(4, np.float32)
+        optimizer = ShardedOptimizer([weights_of_rank], Sgd(lr=1.0), clip_norm=1.0 + comm.rank, comm=comm)
         with pytest.raises(UsageError, match=r"'clip_norm' differs between ranks: rank 0 has 1\.0, rank 1 has 2\.0"):
-            optimizer.step([own + 1])
-        optimizer = ShardedOptimizer([own], Sgd(lr=1.0), clip_value=1.0 if comm.rank else None, comm=comm)
+            optimizer.step([weights_of_rank + 1])
+        optimizer = ShardedOptimizer([weights_of_rank], Sgd(lr=1.0), clip_value=1.0 if comm.rank else None, comm=comm)
         with pytest.raises(UsageError, match=r"'clip_value' differs between ranks: rank 0 has None, rank 1 has 1\.0"):
-            optimizer.step([own + 1])
+            optimizer.step([weights_of_rank + 1])
 
     run_job(configured(daemon.addresses), 2, run)
 

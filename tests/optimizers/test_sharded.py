@@ -100,10 +100,10 @@ def test_files_are_read_by_any_number_of_ranks(daemon: Daemon, tmp_path: Path, r
     config = configured(daemon.addresses)
     expected = run_job(config, 2, write)[0]
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["part-0-of-2.npz", "part-1-of-2.npz"]
-    for steps, found in run_job(config, readers, read):
+    for steps, restored in run_job(config, readers, read):
         assert steps == 2
         for name, kept in expected["state"].items():
-            assert same(kept, found["state"][name])
+            assert same(kept, restored["state"][name])
 
 
 def test_files_that_are_no_state_are_told(tmp_path: Path) -> None:
@@ -180,9 +180,9 @@ def test_a_save_that_fails_on_one_rank_leaves_the_one_before(daemon: Daemon, tmp
             optimizer.load(tmp_path)
             return before, optimizer.state_dict(None)
 
-    for before, found in run_job(configured(daemon.addresses), 2, run):
-        assert found["step"] == before["step"] == 1
-        assert all(same(before["state"][name], found["state"][name]) for name in before["state"])
+    for before, restored in run_job(configured(daemon.addresses), 2, run):
+        assert restored["step"] == before["step"] == 1
+        assert all(same(before["state"][name], restored["state"][name]) for name in before["state"])
     names = ["part-0-of-2.npz", "part-1-of-2.npz"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [blocked.name, *names]
 

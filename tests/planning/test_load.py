@@ -23,16 +23,16 @@ def masks(draw: st.DrawFn) -> list[Array]:
 def test_each_block_is_counted_where_it_belongs(found: list[Array], shards: int, stripe: int, windows: int) -> None:
     blocks, layout = found[0].size, Layout(found[0].size, 1, shards, stripe)
     load = load_of(KnownPatterns(found), len(found), layout, windows)
-    own = np.zeros((len(found), windows, shards), int)
-    sole, union = np.zeros_like(own), np.zeros((windows, shards), int)
+    own_blocks = np.zeros((len(found), windows, shards), int)
+    sole, union = np.zeros_like(own_blocks), np.zeros((windows, shards), int)
     for block in range(blocks):
         index = block * windows // blocks, layout.owner(block)
         having = [sender for sender, mask in enumerate(found) if mask[block]]
         union[index] += bool(having)
         for sender in having:
-            own[(sender, *index)] += 1
+            own_blocks[(sender, *index)] += 1
             sole[(sender, *index)] += len(having) == 1
-    assert np.array_equal(load.own, own)
+    assert np.array_equal(load.own, own_blocks)
     assert np.array_equal(load.sole, sole)
     assert np.array_equal(load.union, union)
     assert load.all.sum() == blocks

@@ -93,9 +93,9 @@ def test_no_prediction_beats_links_and_processors(
     load = load_for(plan, hosts, density, 2000)
     slow, fast = (predict(load, BLOCK_BYTES, Hosts(hosts, cores, rate, 1e-4), plan) for rate in (GIGABIT, 10 * GIGABIT))
     nodes = hosts + (shards if dedicated else 0)
-    for found, rate in ((slow, GIGABIT), (fast, 10 * GIGABIT)):
-        assert found.seconds >= found.link_bytes / rate
-        assert found.seconds * cores * nodes >= found.processor_s * 0.999
+    for prediction, rate in ((slow, GIGABIT), (fast, 10 * GIGABIT)):
+        assert prediction.seconds >= prediction.link_bytes / rate
+        assert prediction.seconds * cores * nodes >= prediction.processor_s * 0.999
     assert slow.seconds >= fast.seconds > 2e-4  # up and down
     assert slow.link_bytes == fast.link_bytes
 

@@ -227,8 +227,8 @@ def run_on_rank(pipeline: Pipeline, module: ModuleType, comm: Communicator) -> d
     ranks = comm.size // pipeline.groups
     group, rank = divmod(comm.rank, ranks)
     sizes = {name: {"T": 7, "H": 5}[name] for name in module.SIZES}
-    own = own_parts(values_for(pipeline, ranks), rank)
-    tensors = {name: own[name] if kind.group == group else None for name, kind in module.TENSORS.items()}
+    arguments = own_parts(values_for(pipeline, ranks), rank)
+    tensors = {name: arguments[name] if kind.group == group else None for name, kind in module.TENSORS.items()}
     job = module.Job(comm)
     result: dict[str, Array] = module.run_steps(job, sizes, tensors, 1)
     if pipeline.groups > 1:

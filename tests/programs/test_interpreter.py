@@ -84,16 +84,16 @@ def test_a_tensor_in_parts_reduces_as_the_whole(dtype: DTypes, reduction: Any, r
     """Also where a rank has an empty part."""
     x = Tensor(dtype, 3, Sliced, "x")
     whole = np.array([-4, -2, -3]).astype(dtype)
-    for found in result(ReduceTensor(reduction, x), ranks, x=cut(whole, Sliced, ranks)):
-        assert found == reduction.ufunc.reduce(whole)
-        assert (found.shape, found.dtype) == ((), dtype)
+    for part in result(ReduceTensor(reduction, x), ranks, x=cut(whole, Sliced, ranks)):
+        assert part == reduction.ufunc.reduce(whole)
+        assert (part.shape, part.dtype) == ((), dtype)
 
 
 def test_norms_do_not_overflow_where_squares_do() -> None:
     x = Tensor(Float16, N, Sliced, "x")
     parts = [np.full(2, 300, np.float16)] * 2
-    for found in result(Norm(x), 2, x=parts, N=4):
-        assert found == 600  # a square is 90,000
+    for part in result(Norm(x), 2, x=parts, N=4):
+        assert part == 600  # a square is 90,000
 
 
 def test_sums_of_16_bits_are_rounded_once(daemon: Daemon) -> None:

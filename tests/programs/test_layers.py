@@ -49,8 +49,8 @@ def test_a_layer_is_the_same_in_every_schedule(ranks: int) -> None:
     values = {"x": cut(x, Sliced_2, ranks), "weight": cut(weight, Sliced, ranks), "bias": bias, "residual": residual}
     expected = dropped(x @ weight + bias, 0.5, 9, 3) + residual
     for pipeline in schedules(model_parallel(p=0.5, seed=9)).values():
-        for found in pipeline.interpret({**values, "t": 3, "K": K}, ranks)["out"]:
-            np.testing.assert_array_equal(found, expected)
+        for part in pipeline.interpret({**values, "t": 3, "K": K}, ranks)["out"]:
+            np.testing.assert_array_equal(part, expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -61,8 +61,8 @@ def test_a_border_is_the_same_in_every_schedule(ranks: int) -> None:
     expected = dropped(total + bias, 0.5, 9, 3) + residual
     for pipeline in schedules(pipeline_parallel(p=0.5, seed=9)).values():
         values = {"partial": partial, "bias": bias, "residual": residual, "t": 3}
-        for found in pipeline.interpret(values, ranks)["out"]:
-            np.testing.assert_array_equal(found, expected)
+        for part in pipeline.interpret(values, ranks)["out"]:
+            np.testing.assert_array_equal(part, expected)
 
 
 def test_parts_are_sent_where_parts_are_reduced() -> None:

@@ -141,4 +141,4 @@ def test_groups_of_ranks_compare_theirs(daemon: Daemon) -> None:
 
     errors = run_job(configured(daemon.addresses), 4, run)
     assert errors[:2] == ["", ""]
-    assert all(each.startswith("'far' differs between ranks") for each in errors[2:])
+    assert all(error.startswith("'far' differs between ranks") for error in errors[2:])

@@ -215,9 +215,9 @@ def test_a_later_run_leaves_the_results_of_an_earlier_one_alone(daemon: Daemon) 
         first, second = (
             pipeline.run(comm, {**arrays, "g": np.full(5, step, np.float32), "lr": 0.5}) for step in (1.0, 10.0)
         )
-        for found, step in ((first, 1), (second, 10)):
-            np.testing.assert_array_equal(found["total"], [2 * step] * 5)
-            np.testing.assert_array_equal(found["kept"], [4 * step + 0.5] * 5)
+        for outputs, step in ((first, 1), (second, 10)):
+            np.testing.assert_array_equal(outputs["total"], [2 * step] * 5)
+            np.testing.assert_array_equal(outputs["kept"], [4 * step + 0.5] * 5)
         np.testing.assert_array_equal(arrays["w"], [-22] * 5)
         np.testing.assert_array_equal(arrays["u"], [40] * 5)
         longer = {name: np.zeros(7, np.float32) for name in ("g", "w", "u")}

@@ -311,10 +311,10 @@ def test_a_random_life(data: st.DataObject) -> None:
                 assert job is None
                 job = effect
                 requests = [waiting.pop(key) for key in effect.keys]
-                assert [each.rank for each in requests] == sorted(each.rank for each in requests)
+                assert [request.rank for request in requests] == sorted(request.rank for request in requests)
                 assert [each.rank for each in effect.hellos] == list(range(len(requests)))
-                assert len(requests) == 3 or (len(requests) == 2 and any(each.survived for each in requests))
-                survivors, announced = {each.rank for each in requests}, 0
+                assert len(requests) == 3 or (len(requests) == 2 and any(request.survived for request in requests))
+                survivors, announced = {request.rank for request in requests}, 0
             elif isinstance(effect, Replace):
                 assert job is not None
                 assert effect.generation == job.generation

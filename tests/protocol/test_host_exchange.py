@@ -37,20 +37,20 @@ def test_allreduce(
     runs = []
     for _ in range(more):
         inputs = [sparse_tensor(rng, dtype, elements, block_size, rng.random()) for _ in range(ranks)]
-        found, through_shards, kept = [], [], []
+        results, through_shards, kept = [], [], []
         for rank, x in enumerate(inputs):
             through_shards.append(apart.allreduce(rank, x.copy(), op=op, block_size=block_size))
             out = None
             if rng.random() < 0.5:
                 out = np.full(elements, 3, x.dtype)
                 kept.append((x, x.copy()))
-            found.append(cluster.allreduce(rank, x.copy() if out is None else x, out, op=op, block_size=block_size))
-        runs.append((inputs, found, through_shards, kept))
+            results.append(cluster.allreduce(rank, x.copy() if out is None else x, out, op=op, block_size=block_size))
+        runs.append((inputs, results, through_shards, kept))
     cluster.run()
     apart.run()
-    for inputs, found, through_shards, kept in runs:
-        assert_results(found, reduce_in_rank_order(inputs, op))
-        assert bits(found[0]) == bits(through_shards[0]), "other bits than through the aggregators"
+    for inputs, results, through_shards, kept in runs:
+        assert_results(results, reduce_in_rank_order(inputs, op))
+        assert bits(results[0]) == bits(through_shards[0]), "other bits than through the aggregators"
         for x, before in kept:
             assert bits(x) == bits(before), "the input of an out-of-place collective changed"
 

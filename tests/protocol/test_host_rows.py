@@ -39,14 +39,14 @@ def test_allreduce_rows(
         inputs = [some_rows(rng, dtype, n_rows, length) for _ in range(ranks)]
         for numbers, values in inputs:
             numbers.flags.writeable = values.flags.writeable = False
-        found = [cluster.rows(rank, *brought, n_rows, op) for rank, brought in enumerate(inputs)]
-        runs.append((inputs, found, [apart.rows(rank, *brought, n_rows, op) for rank, brought in enumerate(inputs)]))
+        results = [cluster.rows(rank, *brought, n_rows, op) for rank, brought in enumerate(inputs)]
+        runs.append((inputs, results, [apart.rows(rank, *brought, n_rows, op) for rank, brought in enumerate(inputs)]))
     cluster.run()
     apart.run()
     assert cluster.record == [], "rows went through an aggregator"
-    for inputs, found, through_shards in runs:
+    for inputs, results, through_shards in runs:
         union, sums = expected_rows([range(ranks)], inputs, n_rows, op)
-        for rank, (mine, theirs) in enumerate(zip(found, through_shards, strict=True)):
+        for rank, (mine, theirs) in enumerate(zip(results, through_shards, strict=True)):
             assert mine.result[0].tolist() == union.tolist()
             assert_same_values(mine.result[1], sums, f"rank {rank}")
             assert bits(mine.result[1]) == bits(theirs.result[1]), "other bits than through the aggregators"

@@ -202,7 +202,7 @@ def test_ranks_whose_kernels_compile_are_waited_for_and_that_is_said() -> None:
         texts += [each.text for each in joining.timer(now)]  # type: ignore[union-attr]
     where = "waiting for rank 0, 3 of job 'job' at aggregator a:0 (the kernels of rank 3 compile)"
     assert texts
-    assert all(each.startswith(where) for each in texts)
+    assert all(text.startswith(where) for text in texts)
     receive(joining, 0, Pending([0], 1), now=70.0)
     assert joining.deadline is not None
     assert not [each for each in joining.timer(89.9) if isinstance(each, JoinFailed)]

@@ -102,11 +102,11 @@ def unpacked(rows: Array) -> Packets:
     limit = 4
     cluster = InprocCluster(2)
     descriptor = Descriptor("allgather_ragged", "", "uint8", (), item_bytes=1, parts=2, packets=limit)
-    own = packed(np.arange(9, dtype=np.uint8))
+    own_packets = packed(np.arange(9, dtype=np.uint8))
     layout = cluster.sharding.layout(descriptor)
-    packets = Packets(own, own[:0, 0], layout, Pool().take, rank=0, senders=range(2), max_packets=limit)
-    numbers = np.concatenate((np.arange(len(own)), limit + np.arange(len(rows))))
-    packets.put(np.concatenate((own, rows)), numbers, np.zeros(len(numbers), np.bool_), False)
+    packets = Packets(own_packets, own_packets[:0, 0], layout, Pool().take, rank=0, senders=range(2), max_packets=limit)
+    numbers = np.concatenate((np.arange(len(own_packets)), limit + np.arange(len(rows))))
+    packets.put(np.concatenate((own_packets, rows)), numbers, np.zeros(len(numbers), np.bool_), False)
     packets.finish()
     return packets
 

@@ -176,12 +176,12 @@ class Attempts:
 def attempts_of(draw: st.DrawFn, *, all_may_refuse: bool) -> list[Attempt]:
     """The same ranks several times in a row, then others. Where all refuse and none knows how many they are, the shard
     cannot know when all know."""
-    found = list[Attempt]()
+    attempts = list[Attempt]()
     for _ in range(draw(st.integers(1, 3))):
         ranks = draw(st.permutations(range(RANKS)))[: draw(st.integers(2, RANKS))]
         refusing = st.sets(st.sampled_from(ranks), max_size=len(ranks) - (not all_may_refuse))
-        found += [Attempt(ranks, each) for each in draw(st.lists(refusing, min_size=1, max_size=3))]
-    return found
+        attempts += [Attempt(ranks, each) for each in draw(st.lists(refusing, min_size=1, max_size=3))]
+    return attempts
 
 
 @given(data=st.data(), order=st.lists(st.integers(0, RANKS - 1), max_size=40), knows_size=st.booleans())

@@ -124,7 +124,7 @@ def test_a_silent_upstream_is_named_after_a_while(bench: Bench) -> None:
     for now in (1.0, 2.0, 4.0):
         messages.append([each for each in bench.machine.timer(now) if isinstance(each, SendControl)])
         list(bench.machine.advance(now))
-    assert [bool(each) for each in messages] == [False, True, True]
+    assert [bool(message) for message in messages] == [False, True, True]
     (passed,) = bench.machine.control_received(UP + 2, Waiting("a sum", "the aggregator", 4.0), 5.0)
     assert passed == SendControl(2, Waiting("a sum", "aggregator top:1", 4.0))
     assert not [each for each in bench.machine.timer(8.0) if isinstance(each, SendControl)]
@@ -187,7 +187,7 @@ def test_a_wait_for_readers_is_taken_back_when_they_have_read(bench: Bench) -> N
     bench.result(4, slot=1)
     list(bench.machine.credited(0, 0, 0.5))
     messages = [each.message for each in bench.machine.timer(1.5) if isinstance(each, SendControl) and each.peer == UP]
-    assert [each.behind for each in messages if isinstance(each, Report)] == [[4, 5]]
+    assert [message.behind for message in messages if isinstance(message, Report)] == [[4, 5]]
     assert list(bench.machine.credited(1, 0, 1.6)) == [SendControl(UP, Report()), ReturnCredit(UP, 0)]
 
 

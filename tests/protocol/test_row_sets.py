@@ -22,8 +22,8 @@ def test_a_union_larger_than_expected_in_stripes_of_several_shards(shards: int) 
     for _ in range(2):
         operand = RowSet(np.array([7]), values[7:8], layout, pool.take)
         for shard in range(shards):
-            own = np.array([row for row in range(rows) if layout.owner(row) == shard])
-            for part in np.array_split(own, 3):
+            own_rows = np.array([row for row in range(rows) if layout.owner(row) == shard])
+            for part in np.array_split(own_rows, 3):
                 operand.put(values[part].view(np.uint8), part, np.zeros(len(part), np.bool_), False)
         operand.finish()
         numbers, union = operand.result

@@ -85,17 +85,17 @@ def test_allreduce(
     runs = []
     for _ in range(more):
         inputs = [sparse_tensor(rng, dtype, elements, block_size, rng.random()) for _ in range(sum(sizes))]
-        found, kept = [], []
+        results, kept = [], []
         for rank, x in enumerate(inputs):
             out = None
             if rng.random() < 0.5:
                 out = np.full(elements, 3, x.dtype)
                 kept.append((x, x.copy()))
-            found.append(cluster.allreduce(rank, x.copy() if out is None else x, out, op=op, block_size=block_size))
-        runs.append((inputs, found, kept))
+            results.append(cluster.allreduce(rank, x.copy() if out is None else x, out, op=op, block_size=block_size))
+        runs.append((inputs, results, kept))
     cluster.run()
-    for inputs, found, kept in runs:
-        assert_results(found, reduce_by_host(hosts, inputs, op))
+    for inputs, results, kept in runs:
+        assert_results(results, reduce_by_host(hosts, inputs, op))
         for x, before in kept:
             assert bits(x) == bits(before), "the input of an out-of-place collective changed"
 
@@ -123,15 +123,15 @@ def test_allreduce_rows(
         inputs = [some_rows(rng, dtype, n_rows, length) for _ in range(sum(sizes))]
         for numbers, values in inputs:
             numbers.flags.writeable = values.flags.writeable = False
-        found = [cluster.rows(rank, *brought, n_rows, op, memory=junk) for rank, brought in enumerate(inputs)]
-        runs.append((inputs, found))
+        results = [cluster.rows(rank, *brought, n_rows, op, memory=junk) for rank, brought in enumerate(inputs)]
+        runs.append((inputs, results))
     cluster.run()
-    for inputs, found in runs:
+    for inputs, results in runs:
         union, sums = expected_rows(hosts, inputs, n_rows, op)
-        for rank, each in enumerate(found):
+        for rank, each in enumerate(results):
             assert each.result[0].tolist() == union.tolist()
             assert_same_values(each.result[1], sums, f"rank {rank}")
-            assert bits(each.result[1]) == bits(found[0].result[1]), "other bits than on rank 0"
+            assert bits(each.result[1]) == bits(results[0].result[1]), "other bits than on rank 0"
 
 
 @settings(max_examples=40)
@@ -154,7 +154,7 @@ def test_a_host_sends_and_gets_each_row_once() -> None:
     sent = {(each.rank, each.down): each.indices for each in cluster.record if each.indices}
     up, down = {0: [1, 5, 7], 3: [2, 7]}, [1, 2, 5, 7]
     assert {rank: indices for (rank, is_down), indices in sent.items() if not is_down} == up
-    assert {rank: [each % 2**48 for each in found] for (rank, is_down), found in sent.items() if is_down} == {
+    assert {rank: [block % 2**48 for block in blocks] for (rank, is_down), blocks in sent.items() if is_down} == {
         0: down, 3: down,
     }  # fmt: skip
     took = [host.received_bytes for host in cluster.hosts if host is not None]
@@ -471,7 +471,7 @@ def host_sum(blocks: int, ready: int, non_zero: Sequence[int] = ()) -> HostSum:
 
 
 @pytest.mark.parametrize(
-    ("found", "cursor", "worth"),
+    ("host_sum", "cursor", "worth"),
     [
         (host_sum(0, -1), 0, False),
         (host_sum(0, 0), 0, True),
@@ -488,5 +488,5 @@ def host_sum(blocks: int, ready: int, non_zero: Sequence[int] = ()) -> HostSum:
         (host_sum(800, 50, range(10)), 1, False),
     ],
 )
-def test_a_sum_is_packed_when_it_is_worth_a_message(found: HostSum, cursor: int, worth: bool) -> None:
-    assert found.is_worth_packing(cursor, 200, 10) is worth
+def test_a_sum_is_packed_when_it_is_worth_a_message(host_sum: HostSum, cursor: int, worth: bool) -> None:
+    assert host_sum.is_worth_packing(cursor, 200, 10) is worth

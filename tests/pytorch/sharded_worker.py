@@ -143,14 +143,14 @@ def a_clip_before_the_step_is_warned_of() -> None:
 
 
 def two_without_names() -> None:
-    own = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    optimizers = [hvd.ShardedOptimizer([each], Sgd(lr=1.0)) for each in own]
+    parameters = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizers = [hvd.ShardedOptimizer([parameter], Sgd(lr=1.0)) for parameter in parameters]
     for _ in range(2):
-        (own[0].sum() + 2 * own[1].sum()).backward()
+        (parameters[0].sum() + 2 * parameters[1].sum()).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    assert [each.tolist() for each in own] == [[-2] * 3, [-4] * 3]
+    assert [parameter.tolist() for parameter in parameters] == [[-2] * 3, [-4] * 3]
     for optimizer in optimizers:
         optimizer.close()
 
@@ -215,20 +215,20 @@ def a_state_without_some_parameters() -> None:
         ("sums", Adagrad(lr=0.5, initial_accumulator_value=4.0, eps=0.0),
          lambda p: torch.optim.Adagrad(p, lr=0.5, initial_accumulator_value=4.0, eps=0.0)),
     ):  # fmt: skip
-        own, expected = ([nn.Parameter(torch.zeros(3)) for _ in range(2)] for _ in range(2))
+        parameters, expected = ([nn.Parameter(torch.zeros(3)) for _ in range(2)] for _ in range(2))
         plain = make(expected)
         expected[0].grad = torch.full((3,), 2.0)
         plain.step()
-        optimizer = hvd.ShardedOptimizer(own, rule, name=name)
+        optimizer = hvd.ShardedOptimizer(parameters, rule, name=name)
         state = plain.state_dict()
         state["state"].pop(1, None) if name == "sums" else None
         optimizer.load_state_dict(state)
-        own[0].data.copy_(expected[0].data)
-        for mine, other in zip(own, expected, strict=True):
+        parameters[0].data.copy_(expected[0].data)
+        for mine, other in zip(parameters, expected, strict=True):
             mine.grad, other.grad = torch.full((3,), 2.0), torch.full((3,), 2.0)
         optimizer.step()
         plain.step()
-        for mine, other in zip(own, expected, strict=True):
+        for mine, other in zip(parameters, expected, strict=True):
             torch.testing.assert_close(mine.detach(), other.detach(), rtol=1e-6, atol=0)
         optimizer.close()
 

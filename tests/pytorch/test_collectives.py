@@ -66,9 +66,9 @@ def compare(size: int, function: Callable[[Group, int], Any]) -> None:
 
 
 def cases() -> list[tuple[torch.dtype, str]]:
-    found = [(dtype, name) for dtype in FLOATS for name in OPS]
-    found += [(dtype, name) for dtype in INTEGERS for name in OPS if name != "mean"]
-    return found + [(dtype, name) for dtype in (torch.complex64, torch.complex128) for name in ("sum", "mean")]
+    results = [(dtype, name) for dtype in FLOATS for name in OPS]
+    results += [(dtype, name) for dtype in INTEGERS for name in OPS if name != "mean"]
+    return results + [(dtype, name) for dtype in (torch.complex64, torch.complex128) for name in ("sum", "mean")]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])

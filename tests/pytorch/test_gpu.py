@@ -27,7 +27,7 @@ def compare(size: int, function: Any) -> None:
     def run(group: Group, rank: int) -> Any:
         with torch.cuda.stream(torch.cuda.Stream()):
             results = function(group, rank)
-            return [each.cpu() for each in results]
+            return [result.cpu() for result in results]
 
     same(run_group(size, run), run_gloo(size, function))
 

@@ -260,13 +260,13 @@ def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
             parameter.copy_(torch.arange(16.0).view(4, 4) + i)
     x = torch.tensor([[1.0, 2, -3, 4]])
     net(x).sum().backward()
-    own = [parameter.grad.flatten().clone() for parameter in net.parameters()]
+    gradients = [parameter.grad.flatten().clone() for parameter in net.parameters()]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = DistributedDataParallel(net)
         grc: Any = grace_from_params({"compressor": "topk", "compress_ratio": 0.2, "memory": "residual"})
         model.register_comm_hook(grc.state, grc.hook)
-        received = [torch.zeros(16) for _ in own]
+        received = [torch.zeros(16) for _ in gradients]
         for step in range(steps):
             model.zero_grad()
             model(x).sum().backward()
@@ -277,7 +277,7 @@ def test_buckets_that_are_made_anew_do_not_mix_up_what_was_kept() -> None:
     kept = grc.memory.state_dict()["residuals"]
     assert list(kept) == ["bucket 1"]  # else this test would test nothing
     left = torch.from_numpy(kept["bucket 1"]).view(2, 16).flip(0).flatten()  # in the order of their gradients
-    everything = torch.cat(own) * (steps - 1)
+    everything = torch.cat(gradients) * (steps - 1)
     assert torch.equal(torch.cat(received) + left, everything)
 
 

@@ -76,9 +76,9 @@ def test_horovods_names_are_there() -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_stand_where_horovod_has_them(name: str) -> None:
-    own = list(inspect.signature(getattr(hvd, name)).parameters)
+    names = list(inspect.signature(getattr(hvd, name)).parameters)
     expected = CALLS[name].split()
-    assert own[: len(expected)] == expected
+    assert names[: len(expected)] == expected
 
 
 def test_what_one_rank_refuses_is_an_error_on_all(daemon: Daemon) -> None:

@@ -43,8 +43,8 @@ os.write(1, f"{[int(each) for each in ranks]} {int(total)}\\n".encode())
 
 @pytest.fixture(scope="module", params=[False, True], ids=["ipv4", "ipv6"])
 def hosts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param) as found:
-        yield found
+    with separate_hosts(2, tmp_path_factory.mktemp("hosts"), only_ipv6=request.param) as two_hosts:
+        yield two_hosts
 
 
 def test_ranks_of_two_hosts_reach_each_other(hosts: list[Host]) -> None:

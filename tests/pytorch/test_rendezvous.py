@@ -167,10 +167,10 @@ def test_ports_are_those_of_the_launch() -> None:
 
 def test_a_store_of_the_user_is_not_kept() -> None:
     """Two prefixes are those of the group and the device."""
-    own = dist.TCPStore(LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
-    prefixed = dist.PrefixStore("cpu", dist.PrefixStore("0", own))
+    store = dist.TCPStore(LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
+    prefixed = dist.PrefixStore("cpu", dist.PrefixStore("0", store))
     assert not rendezvous.is_made_by_torch(prefixed)
     assert rendezvous.is_made_by_torch(
-        dist.PrefixStore("cpu", dist.PrefixStore("0", dist.PrefixStore("default_pg", own)))
+        dist.PrefixStore("cpu", dist.PrefixStore("0", dist.PrefixStore("default_pg", store)))
     )
     assert not rendezvous.is_made_by_torch(dist.HashStore())

@@ -232,9 +232,9 @@ def test_a_rank_that_refuses_to_join_is_named_to_the_others() -> None:
         job.leave()
         return str(caught.value)
 
-    first, own, last = run_gloo(3, run)
-    assert "cluster.timeout_s" in own
-    assert first == last == own.replace("omnireduce: ", "omnireduce: rank 1: ")
+    first, second, last = run_gloo(3, run)
+    assert "cluster.timeout_s" in second
+    assert first == last == second.replace("omnireduce: ", "omnireduce: rank 1: ")
 
 
 def test_ranks_that_disagree_are_told() -> None:

@@ -59,8 +59,8 @@ def resources() -> list[str]:
 
 
 def queue(settings: Verbs) -> Queue:
-    own = (private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
-    return Queue(choose(settings, near=""), settings, *own)
+    slots = (private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
+    return Queue(choose(settings, near=""), settings, *slots)
 
 
 def failure(queue: Queue) -> str:

@@ -150,8 +150,8 @@ def test_unsuitable_arguments_are_refused_with_the_reason(local: Config) -> None
             results[what] = str(caught.value)
         return results, comm.allreduce(np.full(5, comm.rank + 1)).tolist()
 
-    for found, after in run_job(local, 2, run):
-        wrong = {what: text for what, text in found.items() if REFUSED[what][1] not in text}
+    for result, after in run_job(local, 2, run):
+        wrong = {what: text for what, text in result.items() if REFUSED[what][1] not in text}
         assert not wrong
         assert after == [3] * 5
     assert X.tolist() == [1] * 64

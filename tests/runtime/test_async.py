@@ -321,7 +321,7 @@ def test_a_handle_can_be_awaited(config: Config) -> None:
         group = [np.ones(3), np.ones(3, np.int8)]
         assert await comm.allreduce_async(group) is group
         assert group[0].tolist() == group[1].tolist() == [2, 2, 2]
-        return [int((await handle)[0]) for handle in handles] + [int(each[0]) for each in results]
+        return [int((await handle)[0]) for handle in handles] + [int(result[0]) for result in results]
 
     def run(comm: Communicator) -> list[int]:
         result = asyncio.run(together(comm))

@@ -77,11 +77,11 @@ def exchange() -> Iterator[Exchange]:
     workers, links = [], []
     for rank in range(2):
         near, far = socket.socketpair()
-        own = arena[rank * SLOTS : (rank + 1) * SLOTS]
+        own_slots = arena[rank * SLOTS : (rank + 1) * SLOTS]
         link, other = ShmLink(near, "shard"), ShmLink(far, f"rank {rank}")
-        link.attach(own, results)
-        other.attach(results, own)
-        machine = WorkerMachine([(own, results)], ["shard"], "me", rank=rank, scan_span=1 << 14, timeout_s=60.0)
+        link.attach(own_slots, results)
+        other.attach(results, own_slots)
+        machine = WorkerMachine([(own_slots, results)], ["shard"], "me", rank=rank, scan_span=1 << 14, timeout_s=60.0)
         workers.append(Driver(machine, [link], time.monotonic))
         links.append(other)
     shard = Driver(AggregatorMachine(["rank 0", "rank 1"], arena, results), links, time.monotonic)

@@ -80,11 +80,11 @@ def test_tasks_are_done_one_after_another(crowd: Crowd) -> None:
     second.link.may_go_on.set()
     assert not second.link.done
     first.link.may_go_on.set()
-    found: list[object] = []
-    while len(found) < 2:
+    messages: list[object] = []
+    while len(messages) < 2:
         crowd.server.turn(WAIT_S)
-        found += [type(each) for slow in (first, second) for each in heard(slow.peer)]
-    assert found == [Status, Status]
+        messages += [type(each) for slow in (first, second) for each in heard(slow.peer)]
+    assert messages == [Status, Status]
 
 
 def test_who_is_dropped_meanwhile_is_forgotten(crowd: Crowd) -> None:

@@ -415,7 +415,7 @@ def test_launches_of_two_hosts_are_two_where_each_meets_on_loopback(
     """Plain torchrun meets at 127.0.0.1:29500 on every host."""
     results = ids_of_hosts(monkeypatch, environ | {"MASTER_ADDR": address, "MASTER_PORT": "29500"})
     assert len(set(results)) == len(HOSTS)
-    assert all(re.match(JOB_PATTERN, each) for each in results)
+    assert all(re.match(JOB_PATTERN, result) for result in results)
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "node1", "localhost-7", "2001:db8::1"])

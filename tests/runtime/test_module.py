@@ -121,13 +121,13 @@ def test_both_forms_of_every_collective(daemon: Daemon) -> None:
     assert not untried, f"{untried}: {ADD} gives each a row above"
     for name, (arguments, expected) in calls.items():
         handle = getattr(omni, f"{name}_async")(*arguments, name="a")
-        for found in (handle.wait(30), getattr(omni, name)(*arguments)):
+        for result in (handle.wait(30), getattr(omni, name)(*arguments)):
             if name == "allreduce_tables":
-                assert all(map(np.array_equal, found[0], expected[0]))
+                assert all(map(np.array_equal, result[0], expected[0]))
             elif isinstance(expected, tuple | list) and name != "allgather_object":
-                assert all(map(np.array_equal, found, expected)), name
+                assert all(map(np.array_equal, result, expected)), name
             else:
-                assert np.array_equal(found, expected), name
+                assert np.array_equal(result, expected), name
 
 
 def test_before_init_and_after_shutdown(daemon: Daemon) -> None:

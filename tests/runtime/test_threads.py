@@ -57,7 +57,7 @@ def test_racing_threads_get_right_sums_or_an_error(local: Config, names: tuple[s
             assert all(isinstance(error, UsageError) for error in errors)
         else:
             assert all(error is None or isinstance(error, AbortedError) for error in errors)
-    assert all(found == expected for found, expected in sums)
+    assert all(total == expected for total, expected in sums)
     assert len(sums) >= 4 if names[0] else not sums
 
 

@@ -47,9 +47,9 @@ def test_one_file_has_all_ranks_and_shards(tmp_path: Path, kind: str) -> None:
             if span.name == "ALLREDUCE":
                 assert span.args | {"step": 0} == {"dtype": "float32", "shape": [4096], "bytes": 16384, "step": 0}
             if span.name == "OMNIREDUCE_ALLREDUCE":
-                own = int(rank[-1]) + 1
+                own_blocks = int(rank[-1]) + 1
                 counts = {key: span.args[key] for key in ("bytes", "blocks", "nonzero_blocks", "union_blocks")}
-                assert counts == {"bytes": 16384, "blocks": 16, "nonzero_blocks": own, "union_blocks": 2}
+                assert counts == {"bytes": 16384, "blocks": 16, "nonzero_blocks": own_blocks, "union_blocks": 2}
         assert [span.name for span in timeline.rows["plain", rank]] == ["OMNIREDUCE_ALLREDUCE", "ALLREDUCE"] * STEPS
         assert timeline.ticks[rank, "collectives"]
     if kind != MEMORY:

@@ -61,7 +61,7 @@ def test_threads_may_note_at_the_same_time(tmp_path: Path) -> None:
         thread.join()
     results = lines(part)
     assert len(results) == 2000
-    assert [each[1] for each in results] == sorted(each[1] for each in results)
+    assert [result[1] for result in results] == sorted(result[1] for result in results)
 
 
 def test_a_part_may_begin_anew_while_it_is_read(tmp_path: Path) -> None:

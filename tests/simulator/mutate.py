@@ -185,10 +185,10 @@ def hunt_all(processes: int, say: Callable[[str], None]) -> bool:
     """Hunt every mutation and say how each came out; return whether all were caught."""
     started, missed = time.monotonic(), []
     with ThreadPoolExecutor(processes) as pool:
-        for found in pool.map(hunt, MUTATIONS):
-            say(str(found))
-            if not found.caught_by:
-                missed.append(found.mutation.name)
+        for hunt_result in pool.map(hunt, MUTATIONS):
+            say(str(hunt_result))
+            if not hunt_result.caught_by:
+                missed.append(hunt_result.mutation.name)
     say(f"{len(MUTATIONS)} mutations, {len(missed)} not caught, {time.monotonic() - started:.0f} s")
     return not missed
 

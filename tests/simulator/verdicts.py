@@ -161,8 +161,8 @@ class Verdicts:
 
     def _judge_who_moves_on(self, worker: Worker) -> None:
         quiet_s = worker.protocol.timeout_s / 2 + STOOD_STILL_S  # for less, it may well have moved on
-        own = [shard for shard in self._cluster.shards if shard.address in worker.addresses]
-        still = [shard.address for shard in own if shard.stalled_s > quiet_s]
+        own_shards = [shard for shard in self._cluster.shards if shard.address in worker.addresses]
+        still = [shard.address for shard in own_shards if shard.stalled_s > quiet_s]
         if still:
             self.add(f"reason: {worker.name} did not blame {still}: {worker.error}")
         if worker.overslept_s >= STOOD_STILL_S:

@@ -188,9 +188,11 @@ class Work:
             rows = self._brought.reshape(-1, what.block_size)
             with np.errstate(invalid="ignore"):  # signalling NaN
                 numbers = np.flatnonzero((rows != 0).any(axis=1))
-            own = numbers, np.ascontiguousarray(rows[numbers]), self.layout, pool.take
+            rows_of_rank = numbers, np.ascontiguousarray(rows[numbers]), self.layout, pool.take
             is_dense = (what.seed + rank) % 2 == 1
-            self.operand = RowsInto(*own, out=self._target.reshape(rows.shape)) if is_dense else RowSet(*own)
+            self.operand = (
+                RowsInto(*rows_of_rank, out=self._target.reshape(rows.shape)) if is_dense else RowSet(*rows_of_rank)
+            )
         else:
             self.operand = self._dense(rank)
 

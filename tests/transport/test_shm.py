@@ -174,12 +174,12 @@ def test_a_peer_that_does_not_read_its_answers_is_hung_up_on(joined: tuple[ShmLi
     assert select.select([aggregator], [], [], 10)[0]
     (event,) = aggregator.poll()
     assert isinstance(event, Lost)
-    found = list[Event]()
+    events = list[Event]()
     while not worker.over:
         assert select.select([worker], [], [], 10)[0]
-        found += worker.poll()
-    assert Control(b"welcome") not in found
-    assert isinstance(found[-1], Lost)
+        events += worker.poll()
+    assert Control(b"welcome") not in events
+    assert isinstance(events[-1], Lost)
     region.close()
 
 

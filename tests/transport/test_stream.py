@@ -80,13 +80,13 @@ def test_before_slots_are_attached_only_control_messages_may_come() -> None:
         right = connect_tcp("127.0.0.1", listener.getsockname()[1], 10, 4)
         left = TcpLink(accept(listener), "right", 4)
     right._sock.sendall(FRAME.pack(CONTROL, 0, 2) + b"ok" + FRAME.pack(DATA, 0, 8))
-    found: list[Event] = []
-    while len(found) < 2:
+    events: list[Event] = []
+    while len(events) < 2:
         select_read(left)
-        found += left.poll()
-    assert found[0] == Control(b"ok")
-    assert isinstance(found[1], Lost)
-    assert found[1].violation
+        events += left.poll()
+    assert events[0] == Control(b"ok")
+    assert isinstance(events[1], Lost)
+    assert events[1].violation
     left.close()
     right.close()
 

@@ -103,11 +103,11 @@ class Tensor:
     def __mul__(self, other: Tensor | float) -> Tensor:
         if not isinstance(other, Tensor):
             return Tensor.make(self._array * np.float32(other), (self,), lambda grad: (grad * np.float32(other),))
-        own, theirs = self._array, other._array
+        left, right = self._array, other._array
         return Tensor.make(
-            own * theirs,
+            left * right,
             (self, other),
-            lambda grad: (_summed(grad * theirs, own.shape), _summed(grad * own, theirs.shape)),
+            lambda grad: (_summed(grad * right, left.shape), _summed(grad * left, right.shape)),
         )
 
     __radd__, __rmul__ = __add__, __mul__
@@ -117,17 +117,17 @@ class Tensor:
 
     def __matmul__(self, other: Tensor) -> Tensor:
         """The gradient of the weights is a transpose: it does not lie in one piece."""
-        own, theirs = self._array, other._array
-        return Tensor.make(own @ theirs, (self, other), lambda grad: (grad @ theirs.T, NDArray(grad.T @ own).permute()))
+        left, right = self._array, other._array
+        return Tensor.make(left @ right, (self, other), lambda grad: (grad @ right.T, NDArray(grad.T @ left).permute()))
 
     def relu(self) -> Tensor:
-        own = self._array
-        return Tensor.make(np.maximum(own, 0), (self,), lambda grad: (grad * (own > 0),))
+        array = self._array
+        return Tensor.make(np.maximum(array, 0), (self,), lambda grad: (grad * (array > 0),))
 
     def mean(self) -> Tensor:
-        own = self._array
-        return Tensor.make(np.mean(own, keepdims=True).reshape(1), (self,),
-                           lambda grad: (np.full_like(own, grad[0] / own.size),))  # fmt: skip
+        array = self._array
+        return Tensor.make(np.mean(array, keepdims=True).reshape(1), (self,),
+                           lambda grad: (np.full_like(array, grad[0] / array.size),))  # fmt: skip
 
     @property
     def _array(self) -> np.ndarray:

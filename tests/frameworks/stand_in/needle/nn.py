@@ -95,15 +95,15 @@ class BatchNorm1d(Module):
         self.running_var = Tensor(np.ones(dim), device=device, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        own = x._array
+        array = x._array
         mean, var = (
-            (own.mean(0), own.var(0)) if self.training else (self.running_mean.numpy(), self.running_var.numpy())
+            (array.mean(0), array.var(0)) if self.training else (self.running_mean.numpy(), self.running_var.numpy())
         )
         if self.training:
             for kept, new in ((self.running_mean, mean), (self.running_var, var)):
                 kept.data = Tensor((1 - self.momentum) * kept.numpy() + self.momentum * new, device=x.device)
         scale = 1 / np.sqrt(var + self.eps)
-        normal = (own - mean) * scale
+        normal = (array - mean) * scale
 
         def backward(grad: np.ndarray) -> tuple[np.ndarray]:
             centred = grad - grad.mean(0) - normal * (grad * normal).mean(0) if self.training else grad
@@ -131,8 +131,8 @@ class Embedding(Module):
 
 class SoftmaxLoss(Module):
     def forward(self, logits: Tensor, y: Tensor) -> Tensor:
-        own, right = logits._array, (np.arange(logits.shape[0]), y.numpy().astype(np.int64))
-        shifted = own - own.max(1, keepdims=True)
+        array, right = logits._array, (np.arange(logits.shape[0]), y.numpy().astype(np.int64))
+        shifted = array - array.max(1, keepdims=True)
         sums = np.exp(shifted).sum(1, keepdims=True)
 
         def backward(grad: np.ndarray) -> tuple[np.ndarray]:
