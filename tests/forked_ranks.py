@@ -11,8 +11,8 @@ from typing import NamedTuple
 from free_ports import free_ports
 from local_cluster import ROOT, WAIT_S, Process, unique_job
 
-from omnireduce.launch.hosts import Host, place
-from omnireduce.launch.rank_variables import of_rank
+from omnireduce.launch.hosts import Host, place_ranks
+from omnireduce.launch.rank_variables import variables_of_rank
 from omnireduce.support.config import Protocol
 
 
@@ -32,8 +32,8 @@ def run_ranks(
     job, meet = unique_job(), ("127.0.0.1", free_ports())
     with ExitStack() as stack:
         ranks = []
-        for slot in place([Host("localhost", size)], size):
-            variables = environ | of_rank(slot, size, job, meet)
+        for slot in place_ranks([Host("localhost", size)], size):
+            variables = environ | variables_of_rank(slot, size, job, meet)
             rank = Process(sys.executable, *words, environ=variables, folder=folder, preloaded=preloaded)
             ranks.append(stack.enter_context(rank))
         outs = [rank.rest(4 * WAIT_S) for rank in ranks]

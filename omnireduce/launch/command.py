@@ -25,9 +25,9 @@ from omnireduce.support.version import __version__
 
 F = TypeVar("F", bound=Callable[..., Any])
 LAUNCHERS = ("local", "ssh", "mpirun", "srun", "torchrun")
-_WHO = ("launcher", "mpi", "gloo")  # options that choose the launcher of ranks
-_PATHS = ("hostfile", "ssh_identity_file", "output_filename", "host_discovery_script", "timeline_filename")
-_TOP = {  # may stand at the top of a YAML file
+_LAUNCHER_OPTIONS = ("launcher", "mpi", "gloo")  # options that choose the launcher of ranks
+_PATH_OPTIONS = ("hostfile", "ssh_identity_file", "output_filename", "host_discovery_script", "timeline_filename")
+_TOP_KEYS = {  # may stand at the top of a YAML file
     *("np", "hosts", "hostfile", "aggregators", "launcher", "verbose", "output-filename", "start-timeout"),
     *("network-interfaces", "ssh-port", "ssh-identity-file", "prefix-output-with-timestamp", "grace-period"),
     *("min-np", "max-np", "slots-per-host", "host-discovery-script", "elastic-timeout", "reset-limit"),
@@ -102,131 +102,134 @@ def _launch_options(command: F) -> F:
 @elastic_options
 @horovod_options
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="COMMAND...")
-def run(command: tuple[str, ...], **asked: Any) -> None:
-    if asked["check_build"]:
+def run(command: tuple[str, ...], **options: Any) -> None:
+    if options["check_build"]:
         from omnireduce.launch.hosts import report_available
 
         click.echo(report_available(), nl=False)
         return
-    _read_file(asked)
-    wanted = read_asked(command, asked)
-    start_logs(wanted.config.log)
+    _read_file(options)
+    request = request_of_options(command, options)
+    start_logs(request.config.log)
     from omnireduce.launch.launch import STARTED_BY_US, launch
 
-    if wanted.min_ranks:
+    if request.min_ranks:
         from omnireduce.launch.elastic_job import launch_elastic
 
-        sys.exit(launch_elastic(wanted))
-    if wanted.launcher in STARTED_BY_US:
-        sys.exit(launch(wanted))
+        sys.exit(launch_elastic(request))
+    if request.launcher in STARTED_BY_US:
+        sys.exit(launch(request))
     from omnireduce.launch.other_launchers import start_other
 
-    sys.exit(launch(wanted, start_other))
+    sys.exit(launch(request, start_other))
 
 
-def read_words(words: Sequence[str], ranks: int = 0) -> LaunchRequest:
+def parse_command_line(words: Sequence[str], ranks: int = 0) -> LaunchRequest:
     """The request of a command line with these words. `ranks`: the number of ranks, if the words do not give it. Raises
     click.UsageError, and ConfigError."""
     with run.make_context("run", list(words)) as context:
         options = dict(context.params)
         _read_file(options)
-        return read_asked(options.pop("command"), options, ranks)
+        return request_of_options(options.pop("command"), options, ranks)
 
 
-def _read_file(asked: dict[str, Any]) -> None:
+def _read_file(options: dict[str, Any]) -> None:
     """Put the values of the YAML file in place of defaults. Raises ConfigError."""
-    path = asked.pop("yaml_path")
+    path = options.pop("yaml_path")
     if path is None:
         return
     context = click.get_current_context()
     types = {param.name: param.type for param in context.command.params}
-    for name, value in read_yaml(path, _TOP).items():
-        alike = _WHO if name in _WHO else (name,)
-        if any(context.get_parameter_source(param_name) not in (ParameterSource.DEFAULT, None) for param_name in alike):
+    for name, value in read_yaml(path, _TOP_KEYS).items():
+        same_choice = _LAUNCHER_OPTIONS if name in _LAUNCHER_OPTIONS else (name,)
+        if any(
+            context.get_parameter_source(param_name) not in (ParameterSource.DEFAULT, None)
+            for param_name in same_choice
+        ):
             continue
         try:
-            asked[name] = types[name].convert(value, None, context)
-            if name in _PATHS and asked[name] != DYNAMIC:
-                asked[name] = str(whole_path(asked[name], user_path(path)))
+            options[name] = types[name].convert(value, None, context)
+            if name in _PATH_OPTIONS and options[name] != DYNAMIC:
+                options[name] = str(whole_path(options[name], user_path(path)))
         except click.BadParameter as error:
             raise ConfigError(f"--config-file {path}: {name}: {error.message}") from None
 
 
-def read_asked(command: Sequence[str], asked: Mapping[str, Any], ranks: int = 0) -> LaunchRequest:
-    """The request of a parsed command line: see `read_words`. Raises ConfigError."""
-    hosts = _hosts(asked)
-    environ = os.environ | variables_of(asked) | _passed(asked["passed"])
-    min_ranks, ranks = ranks_of_elastic(asked, asked["np"] or sum(host.slots for host in hosts) or ranks)
+def request_of_options(command: Sequence[str], options: Mapping[str, Any], ranks: int = 0) -> LaunchRequest:
+    """The request of a parsed command line: see `parse_command_line`. Raises ConfigError."""
+    hosts = _hosts(options)
+    environ = os.environ | variables_of(options) | _passed(options["passed"])
+    min_ranks, ranks = ranks_of_elastic(options, options["np"] or sum(host.slots for host in hosts) or ranks)
     if not ranks:
         raise ConfigError("-np: got no number of ranks; expected -np 4, for example, or -H node1:4,node2:4")
-    overrides = [*asked["overrides"], *(["transport.kind=tcp"] if asked["tcp"] else [])]
-    if asked["verbose"]:
+    overrides = [*options["overrides"], *(["transport.kind=tcp"] if options["tcp"] else [])]
+    if options["verbose"]:
         overrides.append("log.level=debug")
     if min_ranks:
         overrides += ["elastic.enabled=true", f"elastic.min_ranks={min_ranks}"]
-    config = load_config(asked["config_file"], overrides=overrides, environ=environ)
+    config = load_config(options["config_file"], overrides=overrides, environ=environ)
     environ |= dict(_variable(override) for override in overrides)
-    if asked["config_file"] is not None:
-        environ["OMNIREDUCE_CONFIG"] = str(whole_path(asked["config_file"]))
+    if options["config_file"] is not None:
+        environ["OMNIREDUCE_CONFIG"] = str(whole_path(options["config_file"]))
     return LaunchRequest(
         words=command,
         ranks=ranks,
         config=config,
         hosts=hosts,
-        launcher=_launcher(asked),
-        aggregators=asked["aggregators"],
+        launcher=_launcher(options),
+        aggregators=options["aggregators"],
         environ=environ,
-        ssh=_ssh(asked),
-        interface=_interface(asked["network_interfaces"]),
-        start_timeout_s=asked["start_timeout"],
-        grace_s=asked["grace_period"],
-        output_folder=asked["output_filename"],
-        timestamps=asked["prefix_output_with_timestamp"],
-        verbose=asked["verbose"],
-        mpi_args=shlex.split(asked["mpi_args"]),
+        ssh=_ssh(options),
+        interface=_interface(options["network_interfaces"]),
+        start_timeout_s=options["start_timeout"],
+        grace_s=options["grace_period"],
+        output_folder=options["output_filename"],
+        timestamps=options["prefix_output_with_timestamp"],
+        verbose=options["verbose"],
+        mpi_args=shlex.split(options["mpi_args"]),
         min_ranks=min_ranks,
-        discovery_script=_script(asked["host_discovery_script"] or ""),
-        slots_per_host=asked["slots_per_host"] or 1,
-        reset_limit=asked["reset_limit"],
-        elastic_timeout_s=asked["elastic_timeout"],
-        cooldown_s=cooldown(asked["blacklist_cooldown_range"]),
+        discovery_script=_script(options["host_discovery_script"] or ""),
+        slots_per_host=options["slots_per_host"] or 1,
+        reset_limit=options["reset_limit"],
+        elastic_timeout_s=options["elastic_timeout"],
+        cooldown_s=cooldown(options["blacklist_cooldown_range"]),
     )
 
 
-def _hosts(asked: Mapping[str, Any]) -> list[Host]:
-    given = [name for name in ("hosts", "hostfile", "host_discovery_script") if asked[name] is not None]
-    if len(given) > 1:
-        flags = " and ".join("--" + name.replace("_", "-") for name in given)
+def _hosts(options: Mapping[str, Any]) -> list[Host]:
+    option_names = [name for name in ("hosts", "hostfile", "host_discovery_script") if options[name] is not None]
+    if len(option_names) > 1:
+        flags = " and ".join("--" + name.replace("_", "-") for name in option_names)
         raise ConfigError(f"{flags}: expected one of them")
-    for name in given:
-        if not asked[name]:  # most likely an empty variable of a script: the user did not mean all ranks on this host
+    for name in option_names:
+        if not options[name]:  # most likely an empty variable of a script: the user did not mean all ranks on this host
             raise ConfigError(f"--{name.replace('_', '-')}: got nothing; leave it out for ranks on this host alone")
-    if asked["hosts"]:
-        return parse_hosts(asked["hosts"])
-    return read_hostfile(asked["hostfile"]) if asked["hostfile"] else []
+    if options["hosts"]:
+        return parse_hosts(options["hosts"])
+    return read_hostfile(options["hostfile"]) if options["hostfile"] else []
 
 
-def _interface(given: str | Sequence[str]) -> str:
+def _interface(named: str | Sequence[str]) -> str:
     """The interface that was named. Only one can count, because other hosts reach the aggregators there."""
-    names = ",".join([given] if isinstance(given, str) else given).split(",")
+    names = ",".join([named] if isinstance(named, str) else named).split(",")
     if len(names) > 1:
         raise ConfigError(f"--network-interfaces {','.join(names)}: expected one, at which other hosts reach this one")
     return names[0].strip()
 
 
-def _launcher(asked: Mapping[str, Any]) -> str:
-    wanted = {name for name in (asked["launcher"], "mpirun" if asked["mpi"] else None) if name}
-    if len(wanted) > 1 or (asked["gloo"] and wanted - {"local", "ssh"}):
+def _launcher(options: Mapping[str, Any]) -> str:
+    launchers = {name for name in (options["launcher"], "mpirun" if options["mpi"] else None) if name}
+    if len(launchers) > 1 or (options["gloo"] and launchers - {"local", "ssh"}):
         raise ConfigError("--launcher, --mpi and --gloo say different things: expected one of them")
-    return wanted.pop() if wanted else ""
+    return launchers.pop() if launchers else ""
 
 
-def _ssh(asked: Mapping[str, Any]) -> str:
-    words = shlex.split(asked["ssh"])
-    if asked["ssh_port"]:
-        words += ["-p", str(asked["ssh_port"])]
-    if asked["ssh_identity_file"]:
-        key = whole_path(asked["ssh_identity_file"])
+def _ssh(options: Mapping[str, Any]) -> str:
+    words = shlex.split(options["ssh"])
+    if options["ssh_port"]:
+        words += ["-p", str(options["ssh_port"])]
+    if options["ssh_identity_file"]:
+        key = whole_path(options["ssh_identity_file"])
         if not key.exists():
             raise ConfigError(f"--ssh-identity-file {key}: no such file")
         words += ["-i", str(key)]
@@ -239,9 +242,9 @@ def _script(name: str) -> str:
     return str(whole_path(path)) if name and (os.sep in name or path.exists()) else name
 
 
-def _passed(given: Sequence[str]) -> dict[str, str]:
+def _passed(settings: Sequence[str]) -> dict[str, str]:
     variables = {}
-    for setting in given:
+    for setting in settings:
         name, equals, text = setting.partition("=")
         if not name or (not equals and name not in os.environ):
             raise ConfigError(f"-x {setting}: expected NAME=VALUE, or the name of a variable that is set")

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from omnireduce.errors import ConfigError, TransportError
-from omnireduce.launch.hosts import is_here
+from omnireduce.launch.hosts import is_this_host
 from omnireduce.support.interpreters import TREE, program_of
 
 MAGIC = b"\0omnireduce-supervisor-1\n"  # no end of it is its beginning, so a search finds it behind any part of it
@@ -28,14 +28,15 @@ MOST_NEWS_BYTES = 2 * CHUNK
 STDOUT, STDERR, RESULT = 1, 2, 3  # streams of a process
 RESULT_FD = "OMNIRUN_RESULT_FD"  # the variable with the descriptor of RESULT
 SSH_CONNECTION = "SSH_CONNECTION"  # the variable that sshd sets
-EVERY = -1  # in place of the number of a process: all processes
+ALL_RANKS = -1  # in place of the number of a process: all ranks
 AGGREGATOR = -2  # the number of the job's own aggregators; ranks have numbers from 0 on
-MOST_SAID = 1000  # the most characters of a reason
+MAX_REASON_CHARACTERS = 1000
+
 _LENGTH = struct.Struct(">I")
 _Number = Annotated[int, Meta(ge=AGGREGATOR, le=2**31)]
 _Pid = Annotated[int, Meta(ge=1, le=2**31)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
-_Reason = Annotated[str, Meta(max_length=MOST_SAID)]
+_Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARACTERS)]
 
 
 class Start(Struct, frozen=True, tag="start"):
@@ -53,7 +54,7 @@ class Start(Struct, frozen=True, tag="start"):
 
 
 class Signal(Struct, frozen=True, tag="signal"):
-    """Send a signal to the group of a process, or with EVERY to the groups of all ranks."""
+    """Send a signal to the group of a process, or with ALL_RANKS to the groups of all ranks."""
 
     number: int
     signal: int
@@ -117,18 +118,18 @@ class Frames:
     """Takes bytes as they come, and gives the messages in them, each of at most `most_bytes`. With `magic` all bytes
     before MAGIC are left out."""
 
-    def __init__(self, most_bytes: int, *, magic: bool = False) -> None:
-        self._data, self._most_bytes, self._seeks = bytearray(), most_bytes, magic
+    def __init__(self, limit_bytes: int, *, magic: bool = False) -> None:
+        self._data, self._limit_bytes, self._seeks_magic = bytearray(), limit_bytes, magic
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the messages that are complete now. Raises ValueError for bytes that cannot be a message."""
         self._data += data
-        if self._seeks and not self._find_magic():
+        if self._seeks_magic and not self._find_magic():
             return
         while len(self._data) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._data)
-            if length > self._most_bytes:
-                raise ValueError(f"a message of {length} bytes, expected at most {self._most_bytes}")
+            if length > self._limit_bytes:
+                raise ValueError(f"a message of {length} bytes, expected at most {self._limit_bytes}")
             if len(self._data) < _LENGTH.size + length:
                 return
             message = bytes(self._data[_LENGTH.size : _LENGTH.size + length])
@@ -136,27 +137,27 @@ class Frames:
             yield message
 
     def _find_magic(self) -> bool:
-        at = self._data.find(MAGIC)
-        if at < 0:
+        start = self._data.find(MAGIC)
+        if start < 0:
             if len(self._data) > MOST_NOISE:
                 raise ValueError("much output, but not from a supervisor")
             return False
-        del self._data[: at + len(MAGIC)]
-        self._seeks = False
+        del self._data[: start + len(MAGIC)]
+        self._seeks_magic = False
         return True
 
 
 PROGRAM = program_of("omnireduce.launch.supervisor")
 SSH_OPTIONS = ("-T", "-x", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
-_SAID = 20  # last lines of standard error that are kept; an error repeats the last
+_KEPT_ERROR_LINES = 20  # last lines of standard error that are kept; an error repeats the last
 _KILLED_S = 5.0  # the longest wait for the end of a killed supervisor: it may hang in the system
 
 
-def words_of_supervisor(host: str, ssh: str, grace_s: float, *, by_ssh: bool) -> list[str]:
+def supervisor_command(host: str, ssh: str, grace_s: float, *, is_remote: bool) -> list[str]:
     """The command that starts the supervisor of a host. Another host must have Python and this package at the same
     place as this host. Raises ConfigError if ssh is missing."""
     words = [sys.executable, "-P", "-c", PROGRAM, f"{grace_s:g}", TREE]
-    if not by_ssh:
+    if not is_remote:
         return words
     program = shlex.split(ssh)
     if not program or shutil.which(program[0]) is None:
@@ -165,9 +166,9 @@ def words_of_supervisor(host: str, ssh: str, grace_s: float, *, by_ssh: bool) ->
     return [*program, *SSH_OPTIONS, "--", host, f"exec {remote}"]
 
 
-def goes_by_ssh(host: str, launcher: str) -> bool:
+def needs_ssh(host: str, launcher: str) -> bool:
     """Whether a host's supervisor is started by ssh: on other hosts, or on all hosts if the launcher is ssh."""
-    return launcher == "ssh" or not is_here(host)
+    return launcher == "ssh" or not is_this_host(host)
 
 
 class Connection:
@@ -179,7 +180,7 @@ class Connection:
         self.ssh = ""  # from the greeting: the text of sshd about the addresses of both ends
         self.has_greeted = False
         self.is_lost = self._is_closed = False
-        self.said: deque[str] = deque(maxlen=_SAID)  # lines of ssh before the greeting
+        self.ssh_lines: deque[str] = deque(maxlen=_KEPT_ERROR_LINES)  # lines of ssh before the greeting
         self._frames = Frames(MOST_NEWS_BYTES, magic=True)
         # the rest of each order, and the number of the process that it starts, if no byte of it has gone yet
         self._waiting = deque[tuple[int | None, memoryview]]()

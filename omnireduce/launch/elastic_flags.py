@@ -44,35 +44,36 @@ def elastic_options(command: F) -> F:
     return command
 
 
-def ranks_of_elastic(asked: Mapping[str, Any], ranks: int) -> tuple[int, int]:
+def ranks_of_elastic(options: Mapping[str, Any], ranks: int) -> tuple[int, int]:
     """The fewest ranks that the job goes on with, 0 for a job that is not elastic, and the number of ranks to start.
     `ranks`: this number by other options, or 0. Raises ConfigError for numbers that do not fit together."""
-    if not any(asked[name] for name in _FLAGS):
+    if not any(options[name] for name in _FLAGS):
         for name in _ALONE:
-            if asked[name] is not None:
+            if options[name] is not None:
                 flag = "--" + name.replace("_", "-")
                 raise ConfigError(f"{flag}: expected it with --min-np, --max-np or --host-discovery-script")
         return 0, ranks
-    if asked["launcher"] in ("mpirun", "srun", "torchrun") or asked["mpi"]:
+    if options["launcher"] in ("mpirun", "srun", "torchrun") or options["mpi"]:
         raise ConfigError("--min-np: an elastic job is started by this program: leave --launcher and --mpi out")
-    if asked["output_filename"]:
+    if options["output_filename"]:
         raise ConfigError("--output-filename: ranks of an elastic job come and go; redirect the output instead")
-    most = asked["max_np"] or asked["np"] or ranks or asked["min_np"] or 0
-    min_ranks = asked["min_np"] or asked["np"] or 1
-    if not most:
+    max_ranks = options["max_np"] or options["np"] or ranks or options["min_np"] or 0
+    min_ranks = options["min_np"] or options["np"] or 1
+    if not max_ranks:
         raise ConfigError("--host-discovery-script: got no number of ranks; expected -np, --min-np or --max-np")
-    if not min_ranks <= (asked["np"] or most) <= most:
+    if not min_ranks <= (options["np"] or max_ranks) <= max_ranks:
         raise ConfigError(
-            f"--min-np {min_ranks}, -np {asked['np'] or most}, --max-np {most}: expected numbers that do not fall"
+            f"--min-np {min_ranks}, -np {options['np'] or max_ranks}, --max-np {max_ranks}: "
+            "expected numbers that do not fall"
         )
-    return min_ranks, most
+    return min_ranks, max_ranks
 
 
-def cooldown(given: tuple[float, float] | None) -> tuple[float, float]:
+def cooldown(first_and_longest: tuple[float, float] | None) -> tuple[float, float]:
     """The pause of a host after a failure: first and longest, in seconds. Raises ConfigError."""
-    if not given:
+    if not first_and_longest:
         return COOLDOWN_S
-    first, most = given
-    if first > most:
-        raise ConfigError(f"--blacklist-cooldown-range {first:g} {most:g}: expected the smaller number first")
-    return first, most
+    first, longest = first_and_longest
+    if first > longest:
+        raise ConfigError(f"--blacklist-cooldown-range {first:g} {longest:g}: expected the smaller number first")
+    return first, longest

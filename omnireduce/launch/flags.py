@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _NUMBER = NumberRange(0, 1e9)
 
 
-def _same(value: Any) -> str:
+def _plain_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -67,7 +67,7 @@ MAPPED = (
         "Combine small tensors up to this size in MiB; 0: none.",
     ),
     VariableFlag(
-        "--cycle-time-ms", "HOROVOD_CYCLE_TIME", _NUMBER, _same, "params.cycle_time_ms",
+        "--cycle-time-ms", "HOROVOD_CYCLE_TIME", _NUMBER, _plain_text, "params.cycle_time_ms",
         "Time that a tensor may wait to be combined with others, in ms.",
     ),
     VariableFlag(
@@ -83,15 +83,15 @@ MAPPED = (
         "Neither warn nor end a job because a rank does not take part.", opposite="--stall-check",
     ),
     VariableFlag(
-        "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _NUMBER, _same,
+        "--stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS", _NUMBER, _plain_text,
         "stall_check.warning_time_seconds", "Warn when a rank has not taken part for this long.",
     ),
     VariableFlag(
-        "--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _NUMBER, _same,
+        "--stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _NUMBER, _plain_text,
         "stall_check.shutdown_time_seconds", "End the job when a rank has not taken part for this long; 0: never.",
     ),
     VariableFlag(
-        "--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _NUMBER, _same,
+        "--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", _NUMBER, _plain_text,
         "library_options.gloo_timeout_seconds", "Longest wait of ranks to join: cluster.join_timeout_s.",
     ),
     VariableFlag(
@@ -103,7 +103,7 @@ MAPPED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedFlag:
     """A flag without a meaning here, and the reason or advice. `has_value`: a value follows it. `section`: its place in
     a YAML file; a value of false there, or none, is no request."""
 
@@ -119,37 +119,39 @@ _TUNE = "nothing is tuned during a training; run `omnireduce tune` first, and gi
 _MPI = "MPI carries no data here; leave it out"
 _LOG = "each line of the log has its time; leave it out"
 REFUSED = (
-    Refused("--jsrun", False, "jsrun is not known here; use --launcher mpirun or --launcher srun in the allocation"),
-    Refused("--binding-args", True, "it belongs to jsrun; bind ranks with taskset, or --mpi-args '--bind-to core'"),
-    Refused("--disable-cache", False, "nothing of other hosts is cached; leave it out"),
-    Refused("--cache-capacity", True, _CACHE, "params.cache_capacity"),
-    Refused("--hierarchical-allreduce", False, _IN_MEMORY, "params.hierarchical_allreduce"),
-    Refused("--no-hierarchical-allreduce", False, _IN_MEMORY),
-    Refused("--hierarchical-allgather", False, _IN_MEMORY, "params.hierarchical_allgather"),
-    Refused("--no-hierarchical-allgather", False, _IN_MEMORY),
-    Refused("--torus-allreduce", False, "aggregators sum, not rings; leave it out", "params.torus_allreduce"),
-    Refused("--no-torus-allreduce", False, "aggregators sum, not rings; leave it out"),
-    Refused("--autotune", False, _TUNE, "autotune.enabled"),
-    Refused("--no-autotune", False, "nothing is tuned at run time; leave it out"),
-    Refused("--autotune-log-file", True, _TUNE, "autotune.log_file"),
-    Refused("--autotune-warmup-samples", True, _TUNE, "autotune.warmup_samples"),
-    Refused("--autotune-steps-per-sample", True, _TUNE, "autotune.steps_per_sample"),
-    Refused("--autotune-bayes-opt-max-samples", True, _TUNE, "autotune.bayes_opt_max_samples"),
-    Refused("--autotune-gaussian-process-noise", True, _TUNE, "autotune.gaussian_process_noise"),
-    Refused(
+    RefusedFlag(
+        "--jsrun", False, "jsrun is not known here; use --launcher mpirun or --launcher srun in the allocation"
+    ),
+    RefusedFlag("--binding-args", True, "it belongs to jsrun; bind ranks with taskset, or --mpi-args '--bind-to core'"),
+    RefusedFlag("--disable-cache", False, "nothing of other hosts is cached; leave it out"),
+    RefusedFlag("--cache-capacity", True, _CACHE, "params.cache_capacity"),
+    RefusedFlag("--hierarchical-allreduce", False, _IN_MEMORY, "params.hierarchical_allreduce"),
+    RefusedFlag("--no-hierarchical-allreduce", False, _IN_MEMORY),
+    RefusedFlag("--hierarchical-allgather", False, _IN_MEMORY, "params.hierarchical_allgather"),
+    RefusedFlag("--no-hierarchical-allgather", False, _IN_MEMORY),
+    RefusedFlag("--torus-allreduce", False, "aggregators sum, not rings; leave it out", "params.torus_allreduce"),
+    RefusedFlag("--no-torus-allreduce", False, "aggregators sum, not rings; leave it out"),
+    RefusedFlag("--autotune", False, _TUNE, "autotune.enabled"),
+    RefusedFlag("--no-autotune", False, "nothing is tuned at run time; leave it out"),
+    RefusedFlag("--autotune-log-file", True, _TUNE, "autotune.log_file"),
+    RefusedFlag("--autotune-warmup-samples", True, _TUNE, "autotune.warmup_samples"),
+    RefusedFlag("--autotune-steps-per-sample", True, _TUNE, "autotune.steps_per_sample"),
+    RefusedFlag("--autotune-bayes-opt-max-samples", True, _TUNE, "autotune.bayes_opt_max_samples"),
+    RefusedFlag("--autotune-gaussian-process-noise", True, _TUNE, "autotune.gaussian_process_noise"),
+    RefusedFlag(
         "--no-timeline-mark-cycles", False, "cycles are not marked unless --timeline-mark-cycles is given; leave it out"
     ),
-    Refused("--mpi-threads-disable", False, _MPI, "library_options.mpi_threads_disable"),
-    Refused("--no-mpi-threads-disable", False, _MPI),
-    Refused("--num-nccl-streams", True, "NCCL is not used; leave it out", "library_options.num_nccl_streams"),
-    Refused(
+    RefusedFlag("--mpi-threads-disable", False, _MPI, "library_options.mpi_threads_disable"),
+    RefusedFlag("--no-mpi-threads-disable", False, _MPI),
+    RefusedFlag("--num-nccl-streams", True, "NCCL is not used; leave it out", "library_options.num_nccl_streams"),
+    RefusedFlag(
         "--thread-affinity", True, "bind ranks with taskset, or with --mpi-args '--bind-to core'",
         "library_options.thread_affinity",
     ),
-    Refused("--log-hide-timestamp", False, _LOG, "logging.hide_timestamp"),
-    Refused("--no-log-hide-timestamp", False, _LOG),
-    Refused("--log-with-timestamp", False, _LOG),
-    Refused("--log-without-timestamp", False, _LOG),
+    RefusedFlag("--log-hide-timestamp", False, _LOG, "logging.hide_timestamp"),
+    RefusedFlag("--no-log-hide-timestamp", False, _LOG),
+    RefusedFlag("--log-with-timestamp", False, _LOG),
+    RefusedFlag("--log-without-timestamp", False, _LOG),
 )  # fmt: skip
 
 
@@ -169,7 +171,7 @@ def horovod_options(command: F) -> F:
     return command
 
 
-def _refuse(refused: Refused) -> Callable[[click.Context, click.Parameter, Any], None]:
+def _refuse(refused: RefusedFlag) -> Callable[[click.Context, click.Parameter, Any], None]:
     def check(_: click.Context, __: click.Parameter, value: Any) -> None:
         if value is not None and value is not False:
             raise ConfigError(f"{refused.flags}: {refused.reason}")
@@ -177,42 +179,42 @@ def _refuse(refused: Refused) -> Callable[[click.Context, click.Parameter, Any],
     return check
 
 
-def variables_of(asked: Mapping[str, Any]) -> dict[str, str]:
+def variables_of(options: Mapping[str, Any]) -> dict[str, str]:
     """The variables that flags set for ranks."""
-    given = ((flag, asked.get(flag.name)) for flag in MAPPED)
-    return {flag.variable: flag.write(value) for flag, value in given if value is not None}
+    flags_and_values = ((flag, options.get(flag.name)) for flag in MAPPED)
+    return {flag.variable: flag.write(value) for flag, value in flags_and_values if value is not None}
 
 
 _SECTIONS = ("params", "autotune", "timeline", "stall_check", "library_options", "logging")
-_MAPPED = {flag.section: flag.name for flag in MAPPED if flag.section}
-_REFUSED = {flag.section: flag for flag in REFUSED if flag.section}
-_REFUSED |= {"library_options.ccl_bgt_affinity": Refused("", True, "CCL is not used; leave it out")}
-_SWITCH, _CONTROLLER, _TIMES = "stall_check.enabled", "controller", "logging.with_timestamp"
+_MAPPED_KEYS = {flag.section: flag.name for flag in MAPPED if flag.section}
+_REFUSED_KEYS = {flag.section: flag for flag in REFUSED if flag.section}
+_REFUSED_KEYS |= {"library_options.ccl_bgt_affinity": RefusedFlag("", True, "CCL is not used; leave it out")}
+_STALL_CHECK_ENABLED, _CONTROLLER_KEY, _TIMESTAMP_KEY = "stall_check.enabled", "controller", "logging.with_timestamp"
 _CONTROLLERS = ("gloo", "mpi")
 
 
-def read_yaml(path: str, own: Collection[str]) -> dict[str, Any]:
-    """The parameters of the command that the file gives. `own` are names that may stand at the top. Raises ConfigError,
-    which names the file and the key."""
+def read_yaml(path: str, top_keys: Collection[str]) -> dict[str, Any]:
+    """The parameters of the command that the file gives. `top_keys` are names that may stand at the top. Raises
+    ConfigError, which names the file and the key."""
     source = f"--config-file {path}"
     parameters: dict[str, Any] = {}
     for key, value in _flat(_load(path, source), source).items():
-        if key in _REFUSED:
+        if key in _REFUSED_KEYS:
             if value not in (None, False):
-                raise ConfigError(f"{source}: {key}: {_REFUSED[key].reason}")
-        elif key == _TIMES:
+                raise ConfigError(f"{source}: {key}: {_REFUSED_KEYS[key].reason}")
+        elif key == _TIMESTAMP_KEY:
             if value not in (None, True):
                 raise ConfigError(f"{source}: {key}: each line of the log has its time; leave it out")
-        elif key == _CONTROLLER:
+        elif key == _CONTROLLER_KEY:
             parameters |= _controller(value, source)
-        elif key == _SWITCH:
+        elif key == _STALL_CHECK_ENABLED:
             parameters["no_stall_check"] = None if value is None else not value
-        elif key in _MAPPED:
-            parameters[_MAPPED[key]] = value
-        elif key in own:
+        elif key in _MAPPED_KEYS:
+            parameters[_MAPPED_KEYS[key]] = value
+        elif key in top_keys:
             parameters[key.replace("-", "_")] = value
         else:
-            raise ConfigError(f"{source}: {key}: unknown key{_hint(key, own)}")
+            raise ConfigError(f"{source}: {key}: unknown key{_hint(key, top_keys)}")
     return {name: value for name, value in parameters.items() if value is not None}
 
 
@@ -220,7 +222,7 @@ def _controller(value: Any, source: str) -> dict[str, bool]:
     """The flag with the same meaning."""
     name = str(value).lower()
     if value is not None and name not in _CONTROLLERS:
-        raise ConfigError(f"{source}: {_CONTROLLER}: got {value!r:.80}, expected one of {', '.join(_CONTROLLERS)}")
+        raise ConfigError(f"{source}: {_CONTROLLER_KEY}: got {value!r:.80}, expected one of {', '.join(_CONTROLLERS)}")
     return {} if value is None else {name: True}
 
 
@@ -234,8 +236,8 @@ def _load(path: str, source: str) -> Mapping[str, Any]:
         tables = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"{source}{where}: {getattr(error, 'problem', None) or 'is no YAML'}") from None
+        position = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{source}{position}: {getattr(error, 'problem', None) or 'is no YAML'}") from None
     if tables is not None and not isinstance(tables, dict):
         raise ConfigError(f"{source}: got {a_type(tables)}, expected keys such as `verbose: true`")
     return tables or {}
@@ -254,6 +256,8 @@ def _flat(tables: Mapping[Any, Any], source: str) -> dict[str, Any]:
     return flat
 
 
-def _hint(key: str, own: Collection[str]) -> str:
-    close = difflib.get_close_matches(key, [*_MAPPED, *_REFUSED, *own, _SWITCH, _CONTROLLER, _TIMES], n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+def _hint(key: str, top_keys: Collection[str]) -> str:
+    similar = difflib.get_close_matches(
+        key, [*_MAPPED_KEYS, *_REFUSED_KEYS, *top_keys, _STALL_CHECK_ENABLED, _CONTROLLER_KEY, _TIMESTAMP_KEY], n=1
+    )
+    return f" (did you mean {similar[0]}?)" if similar else ""

@@ -18,12 +18,12 @@ from typing import Any, TextIO, TypeVar
 import click
 
 from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageError
-from omnireduce.launch.command import read_words
+from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.command import run as command
 from omnireduce.launch.connection import STDERR, STDOUT
 from omnireduce.launch.job import Job
-from omnireduce.launch.launch import STARTED_BY_US, connect, names_of_hosts, prefixed, start_ranks
-from omnireduce.launch.output import Stream
+from omnireduce.launch.launch import STARTED_BY_US, connect, make_prefixed_output, names_of_hosts, start_ranks
+from omnireduce.launch.output import TextSink
 from omnireduce.launch.plan import LaunchRequest
 from omnireduce.launch.rank_variables import Rank
 from omnireduce.support.config import Config
@@ -31,37 +31,37 @@ from omnireduce.support.extras import install
 from omnireduce.support.interpreters import TREE, program_of
 from omnireduce.support.loading import search_path
 
-_SAY_AND_STOP = ("check_build", "version")
+_PRINTING_OPTIONS = ("check_build", "version")
 _HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_cooldown_range"}
 
 
-def read_keywords(given: Mapping[str, Any]) -> LaunchRequest:
+def read_keywords(keywords: Mapping[str, Any]) -> LaunchRequest:
     """The request of keywords that are named like flags, for ranks that call a function. None and False count as
     absent. Raises UsageError for a keyword that is no flag, for a value that the flag does not allow, and for flags
     that only make sense for a command; ConfigError for values that do not fit together."""
     options = [
-        option for option in command.params if isinstance(option, click.Option) and option.name not in _SAY_AND_STOP
+        option for option in command.params if isinstance(option, click.Option) and option.name not in _PRINTING_OPTIONS
     ]
     flags = {flag.lstrip("-").replace("-", "_"): (flag, option) for option in options for flag in option.opts}
     words: list[str] = []
-    for name, value in given.items():
+    for name, value in keywords.items():
         if value is None or value is False:
             continue
         flag_and_option = flags.get(_HOROVOD.get(name, name))
         if flag_and_option is None:
             raise UsageError(f"{name}: not an option of omnireduce.run; `omnireduce run --help` lists them")
         words += _words(name, *flag_and_option, value)
-    if len([name for name in ("np", "num_proc") if given.get(name) is not None]) > 1:
+    if len([name for name in ("np", "num_proc") if keywords.get(name) is not None]) > 1:
         raise UsageError("np and num_proc: expected one of them")
     try:
-        asked = read_words(words, 1)
+        request = parse_command_line(words, 1)
     except click.UsageError as error:
         raise UsageError(error.format_message()) from None
-    if asked.launcher not in STARTED_BY_US:
-        raise UsageError(f"launcher {asked.launcher}: omnireduce.run starts ranks itself; expected local or ssh")
-    if asked.min_ranks:
+    if request.launcher not in STARTED_BY_US:
+        raise UsageError(f"launcher {request.launcher}: omnireduce.run starts ranks itself; expected local or ssh")
+    if request.min_ranks:
         raise UsageError("min_np: ranks of a function do not come and go; start a program by omnireduce run --min-np")
-    return asked
+    return request
 
 
 def _words(name: str, flag: str, option: click.Option, value: Any) -> Iterator[str]:
@@ -119,20 +119,20 @@ def run(
     if isinstance(config, str | Path):
         options["config"] = str(config)
     executable = options.pop("executable", None) or sys.executable
-    asked = read_keywords({"np": np, "hosts": hosts, **options})
-    asked = replace(
-        asked,
+    request = read_keywords({"np": np, "hosts": hosts, **options})
+    request = replace(
+        request,
         words=[executable, "-c", PROGRAM, TREE],
-        config=config if isinstance(config, Config) else asked.config,
-        environ={**asked.environ, **(env or {})},
+        config=config if isinstance(config, Config) else request.config,
+        environ={**request.environ, **(env or {})},
         given=pack_call(func, args, kwargs or {}),
     )
     out, err = stdout or sys.stdout, stderr or sys.stderr
-    output = prefixed(asked, {STDOUT: Stream(out.write), STDERR: Stream(err.write)})
+    output = make_prefixed_output(request, {STDOUT: TextSink(out.write), STDERR: TextSink(err.write)})
     with ExitStack() as stack:
-        connections = connect(names_of_hosts(asked), asked, stack)
-        job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s))
-        start_ranks(job, asked)
+        connections = connect(names_of_hosts(request), request, stack)
+        job = stack.enter_context(Job(connections, output, grace_s=request.grace_s))
+        start_ranks(job, request)
         job.run()
         job.complain()
     return results_of(job)
@@ -155,7 +155,7 @@ def results_of(job: Job) -> list[Any]:
     """The results of all ranks, in their order. Raises RankFailedError for the rank to blame: a rank whose exception is
     not about another rank."""
     ranks = sorted((rank for rank in job.ranks.values() if rank.number >= 0), key=lambda rank: rank.number)
-    outcomes = {rank.number: _read(rank) for rank in ranks}
+    outcomes = {rank.number: _read_result(rank) for rank in ranks}
     failed = [(number, outcome) for number, outcome in outcomes.items() if outcome is not None and not outcome[0]]
     if failed:
         first = job.failed.number if job.failed is not None else failed[0][0]
@@ -166,12 +166,12 @@ def results_of(job: Job) -> list[Any]:
         raise RankFailedError(f"rank {number} raised an exception:", number, text) from error
     for rank in [job.failed] if job.failed is not None else ranks:
         if rank.status or outcomes.get(rank.number) is None:
-            what = f"rank {rank.number}" if rank.number >= 0 else "the aggregator of the job"
-            raise RankFailedError(f"{what} {_how(rank)}", rank.number)
+            process = f"rank {rank.number}" if rank.number >= 0 else "the aggregator of the job"
+            raise RankFailedError(f"{process} {_end_of_rank(rank)}", rank.number)
     return [outcome[1] for outcome in outcomes.values() if outcome is not None]
 
 
-def _read(rank: Rank) -> tuple[bool, Any, str] | None:
+def _read_result(rank: Rank) -> tuple[bool, Any, str] | None:
     """Whether the function returned, its result or exception, and the traceback; None for a rank that died before."""
     if not rank.result:
         return None
@@ -186,7 +186,7 @@ def _read(rank: Rank) -> tuple[bool, Any, str] | None:
     return is_well, value, text
 
 
-def _how(rank: Rank) -> str:
+def _end_of_rank(rank: Rank) -> str:
     if not rank.status:
         return "ended before it returned"
     return f"ended with status {rank.status}" if rank.status > 0 else f"was ended by signal {-rank.status}"

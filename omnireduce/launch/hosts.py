@@ -35,34 +35,38 @@ class Slot:
     cross_size: int
 
 
-def place(hosts: Sequence[Host], ranks: int) -> list[Slot]:
+def place_ranks(hosts: Sequence[Host], ranks: int) -> list[Slot]:
     """The place of each rank. Raises ConfigError if the hosts have too few slots."""
-    room = sum(host.slots for host in hosts)
-    if ranks > room:
-        names, more = ",".join(map(str, hosts)), Host(hosts[0].name, ranks)
+    slots = sum(host.slots for host in hosts)
+    if ranks > slots:
+        names, enough = ",".join(map(str, hosts))[:200], Host(hosts[0].name, ranks)
         raise ConfigError(
-            f"-np {ranks}: the hosts {names[:200]} have {room} slots: give more, as in -H {more}, or fewer ranks"
+            f"-np {ranks}: the hosts {names} have {slots} slots: give more, as in -H {enough}, or fewer ranks"
         )
     names_of_ranks = [host.name for host in hosts for _ in range(host.slots)][:ranks]
-    return place_on(names_of_ranks)
+    return place_ranks_on(names_of_ranks)
 
 
-def place_on(names: Sequence[str]) -> list[Slot]:
+def place_ranks_on(names: Sequence[str]) -> list[Slot]:
     """The place of each rank, when `names` are the ranks' hosts."""
-    sizes, seen, slots = Counter(names), Counter[str](), []
-    order = list(dict.fromkeys(names))
+    sizes, ranks_before, slots = Counter(names), Counter[str](), []
+    hosts_in_order = list(dict.fromkeys(names))
     for rank, name in enumerate(names):
-        local = seen[name]
-        across = [host for host in order if sizes[host] > local]
-        slots.append(Slot(rank, name, local, sizes[name], across.index(name), len(across)))
-        seen[name] += 1
+        local_rank = ranks_before[name]
+        hosts_with_local_rank = [host for host in hosts_in_order if sizes[host] > local_rank]
+        slots.append(
+            Slot(rank, name, local_rank, sizes[name], hosts_with_local_rank.index(name), len(hosts_with_local_rank))
+        )
+        ranks_before[name] += 1
     return slots
 
 
-def is_here(name: str) -> bool:
+def is_this_host(name: str) -> bool:
     """Whether this is the name or an address of this host."""
-    own = socket.gethostname()
-    return name in _LOCAL or name.lower() in (own.lower(), own.partition(".")[0].lower()) or is_own_address(name)
+    own_name = socket.gethostname()
+    return (
+        name in _LOCAL or name.lower() in (own_name.lower(), own_name.partition(".")[0].lower()) or is_own_address(name)
+    )
 
 
 MOST_SLOTS = 32_000  # the most slots of a host
@@ -130,7 +134,7 @@ def names_in(nodelist: str) -> list[str]:
         return []
 
 
-class _WrongError(Exception):
+class _InvalidHostError(Exception):
     """An invalid host; the message may say why."""
 
 
@@ -148,10 +152,10 @@ class _Hosts:
                 slots = self._slots[host.name] = self._slots.get(host.name, 0) + host.slots
                 self._names += 1
                 if slots > MOST_SLOTS:
-                    raise _WrongError(f"expected at most {MOST_SLOTS} slots on {host.name}")
+                    raise _InvalidHostError(f"expected at most {MOST_SLOTS} slots on {host.name}")
                 if self._names > MOST_NAMES:
-                    raise _WrongError(f"expected at most {MOST_NAMES} hosts in all")
-        except _WrongError as error:
+                    raise _InvalidHostError(f"expected at most {MOST_NAMES} hosts in all")
+        except _InvalidHostError as error:
             raise ConfigError(f"{source}: got {text[:80]!r}, {str(error) or expected}") from None
 
     def listed(self) -> list[Host]:
@@ -172,31 +176,31 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _hosts_of_line(line: str, slots: int) -> Iterator[Host]:
-    listed, *words = line.split()
-    given = dict[str, str]()
+    entries, *words = line.split()
+    settings = dict[str, str]()
     for word in words:
         key, _, value = word.partition("=")
-        if _KEYS.get(key, key) in given or key not in _KEYS:
-            raise _WrongError
-        given[_KEYS[key]] = value
-    numbers = [_number(given[key]) for key in ("slots", "max_slots") if key in given]
+        if _KEYS.get(key, key) in settings or key not in _KEYS:
+            raise _InvalidHostError
+        settings[_KEYS[key]] = value
+    numbers = [_number(settings[key]) for key in ("slots", "max_slots") if key in settings]
     if numbers != sorted(numbers):
-        raise _WrongError("expected max_slots to be no less than slots")
-    user = f"{given['user']}@" if "user" in given else ""
-    for entry in _entries(listed):
-        yield from _hosts(user + entry, numbers[0] if numbers else slots, is_said=bool(numbers))
+        raise _InvalidHostError("expected max_slots to be no less than slots")
+    user = f"{settings['user']}@" if "user" in settings else ""
+    for entry in _entries(entries):
+        yield from _hosts(user + entry, numbers[0] if numbers else slots, has_slots=bool(numbers))
 
 
-def _hosts(entry: str, slots: int, *, is_said: bool = False) -> Iterator[Host]:
-    """The hosts of an entry, each with the number behind it, or else with `slots` slots. `is_said`: the slots were
+def _hosts(entry: str, slots: int, *, has_slots: bool = False) -> Iterator[Host]:
+    """The hosts of an entry, each with the number behind it, or else with `slots` slots. `has_slots`: the slots were
     given elsewhere, so a number here is an error."""
     user, at, host = entry.rpartition("@")
     if at and not _USER.fullmatch(user):
-        raise _WrongError
+        raise _InvalidHostError
     names, number = _split(host)
     if number is not None:
-        if is_said:
-            raise _WrongError
+        if has_slots:
+            raise _InvalidHostError
         slots = _number(number)
     for name in names:
         yield Host(f"{user}{at}{name}", slots)
@@ -208,7 +212,7 @@ def _split(entry: str) -> tuple[Iterable[str], str | None]:
         return [entry], None
     if match := _IPV6.fullmatch(entry):
         if not is_ipv6(match[1]):
-            raise _WrongError
+            raise _InvalidHostError
         return [match[1]], match[2]
     names, colon, number = entry.partition(":")
     return _expanded(names), number if colon else None
@@ -216,16 +220,16 @@ def _split(entry: str) -> tuple[Iterable[str], str | None]:
 
 def _expanded(names: str) -> Iterator[str]:
     """`node[1-2]` as node1 and node2. With several brackets, the last counts up first."""
-    choices, many = list[list[str]](), 1
-    for at, piece in enumerate(_IN_BRACKETS.split(names)):
-        choices.append(_numbers(piece) if at % 2 else [piece])
-        many *= len(choices[-1])
-        if many > MOST_NAMES:
-            raise _WrongError(f"expected at most {MOST_NAMES} hosts in all")
+    choices, combinations = list[list[str]](), 1
+    for index, piece in enumerate(_IN_BRACKETS.split(names)):
+        choices.append(_numbers(piece) if index % 2 else [piece])
+        combinations *= len(choices[-1])
+        if combinations > MOST_NAMES:
+            raise _InvalidHostError(f"expected at most {MOST_NAMES} hosts in all")
     for parts in product(*choices):
         name = "".join(parts)
         if not is_host(name):
-            raise _WrongError
+            raise _InvalidHostError
         yield name
 
 
@@ -235,19 +239,19 @@ def _numbers(text: str) -> list[str]:
     for part in text.split(","):
         ends = _RANGE.fullmatch(part)
         if ends is None:
-            raise _WrongError
+            raise _InvalidHostError
         first, last = int(ends[1]), int(ends[2] or ends[1])
         if last < first:
-            raise _WrongError(f"expected the smaller number first in {part}")
+            raise _InvalidHostError(f"expected the smaller number first in {part}")
         if last - first >= MOST_NAMES - len(numbers):
-            raise _WrongError(f"expected at most {MOST_NAMES} hosts in all")
+            raise _InvalidHostError(f"expected at most {MOST_NAMES} hosts in all")
         numbers += [f"{number:0{len(ends[1])}}" for number in range(first, last + 1)]
     return numbers
 
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_SLOTS:
-        raise _WrongError(f"expected 1 to {MOST_SLOTS} slots")
+        raise _InvalidHostError(f"expected 1 to {MOST_SLOTS} slots")
     return int(text)
 
 
@@ -265,20 +269,26 @@ def report_available() -> str:
     ]
     devices = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
     sections = (
-        ("Available Frameworks", [(name, _is_there(module)) for name, module in _FRAMEWORKS]),
+        ("Available Frameworks", [(name, _is_importable(module)) for name, module in _FRAMEWORKS]),
         ("Available Controllers", launchers),
         (
             "Available Tensor Operations",
-            [("shared memory", Path("/dev/shm").is_dir()), ("TCP", True), ("RDMA", _is_there("pyverbs") and devices)],
+            [
+                ("shared memory", Path("/dev/shm").is_dir()),
+                ("TCP", True),
+                ("RDMA", _is_importable("pyverbs") and devices),
+            ],
         ),
     )
     text = f"omnireduce v{__version__}:\n"
     for title, entries in sections:
-        text += f"\n{title}:\n" + "".join(f"    [{'X' if there else ' '}] {name}\n" for name, there in entries)
+        text += f"\n{title}:\n" + "".join(
+            f"    [{'X' if is_available else ' '}] {name}\n" for name, is_available in entries
+        )
     return text
 
 
-def _is_there(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     try:
         return find_spec(module) is not None
     except (ImportError, ValueError):

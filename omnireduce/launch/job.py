@@ -17,9 +17,9 @@ from typing import Self
 from omnireduce.errors import ConfigError, OmniReduceError, TransportError
 from omnireduce.launch.connection import (
     AGGREGATOR,
+    ALL_RANKS,
     CHUNK,
-    EVERY,
-    MOST_SAID,
+    MAX_REASON_CHARACTERS,
     RESULT,
     STDERR,
     STDOUT,
@@ -34,7 +34,7 @@ from omnireduce.launch.connection import (
     Started,
 )
 from omnireduce.launch.loop import FATAL, Loop
-from omnireduce.launch.output import Descriptor, Lines, Plain, Prefixed
+from omnireduce.launch.output import DescriptorSink, LineSplitter, PrefixedOutput, UnchangedOutput
 from omnireduce.launch.rank_variables import Rank, how_it_ended
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.logs import tagged
@@ -60,10 +60,10 @@ class Job(Loop):
     def __init__(
         self,
         connections: Sequence[Connection],
-        output: Prefixed | Plain,
+        output: PrefixedOutput | UnchangedOutput,
         *,
         grace_s: float,
-        descriptors: Sequence[Descriptor] = (),
+        descriptors: Sequence[DescriptorSink] = (),
     ) -> None:
         super().__init__(connections, descriptors)
         self.output, self._grace_s = output, grace_s
@@ -71,11 +71,11 @@ class Job(Loop):
         self.failed: Rank | None = None  # the first rank that failed
         self.reasons: dict[int, str] = {}  # why a rank could not be started
         self.signal = 0  # the signal that ends the job
-        self.called = ""  # the name of another launcher, if it runs in place of ranks
-        self.is_over = False  # ranks were told to end
+        self.launcher_name = ""  # the name of another launcher, if it runs in place of ranks
+        self.is_ending = False  # ranks were told to end
         self._is_hurried = False  # a second signal came
-        self._lost_early = ""  # a host that was lost before its ranks were started
-        self._aggregator = Lines()
+        self._host_lost_early = ""  # a host that was lost before its ranks were started
+        self._aggregator_lines = LineSplitter()
         self.ready: tuple[str, ...] = ()  # the addresses of the job's own aggregators
         for connection in self.connections:
             self.watch_connection(connection)
@@ -105,12 +105,12 @@ class Job(Loop):
 
     def end_ranks(self) -> None:
         """Tell all ranks to end, and kill ranks that do not."""
-        if not self.is_over:
+        if not self.is_ending:
             self._send(signal.SIGTERM)
             self._begin_end()
 
     def _begin_end(self) -> None:
-        self.is_over = True
+        self.is_ending = True
         for connection in self.connections:
             for number in connection.withdraw():
                 self.ranks[number].status = -(self.signal or signal.SIGTERM)
@@ -123,17 +123,17 @@ class Job(Loop):
     def _give_up_ranks(self) -> None:
         """Stop waiting for hosts that do not report the end of their ranks."""
         for connection in self.connections:
-            left = self._running_on(connection)
-            if left:
-                what = f"host {connection.host} does not say that its ranks have ended; are they still there?"
-                log.error("%s", what, extra=tagged("host_silent", host=connection.host))
+            ranks_left = self._running_on(connection)
+            if ranks_left:
+                text = f"host {connection.host} does not say that its ranks have ended; are they still there?"
+                log.error("%s", text, extra=tagged("host_silent", host=connection.host))
                 self.give_up(connection)
-            for rank in left:
+            for rank in ranks_left:
                 rank.status = -signal.SIGKILL
 
     def _send(self, number: int) -> None:
         for connection in self.connections:
-            connection.send(Signal(EVERY, number))
+            connection.send(Signal(ALL_RANKS, number))
 
     # messages of supervisors
 
@@ -141,15 +141,15 @@ class Job(Loop):
         """Listen to a supervisor."""
         if connection not in self.connections:
             self.connections.append(connection)
-        self.watch(connection.news, lambda: self._hear(connection))
+        self.watch(connection.news, lambda: self._read_news(connection))
         if connection.errors is not None:
-            self.watch(connection.errors, lambda: self._hear_errors(connection))
+            self.watch(connection.errors, lambda: self._read_errors(connection))
 
-    def _hear(self, connection: Connection) -> None:
+    def _read_news(self, connection: Connection) -> None:
         try:
             news = connection.read_some()
             for message in news or ():
-                self._take(connection, message)
+                self._handle_news(connection, message)
         except TransportError as error:
             log.error("%s", error, extra=tagged("host_lost", host=connection.host))
             self.give_up(connection)
@@ -157,10 +157,10 @@ class Job(Loop):
         if news is None:
             self.forget(connection.news)
             connection.is_lost = True
-            self._end_without(connection)
+            self._end_ranks_of_lost(connection)
             self._host_lost(connection)
 
-    def _hear_errors(self, connection: Connection) -> None:
+    def _read_errors(self, connection: Connection) -> None:
         assert connection.errors is not None
         data = os.read(connection.errors, CHUNK)
         if not data:
@@ -168,10 +168,10 @@ class Job(Loop):
         elif connection.has_greeted:
             self.output.feed(connection.host, STDERR, data)
         else:
-            said = data.decode(errors="replace").splitlines()
-            connection.said.extend(line[:MOST_SAID] for line in said if line.strip())
+            lines = data.decode(errors="replace").splitlines()
+            connection.ssh_lines.extend(line[:MAX_REASON_CHARACTERS] for line in lines if line.strip())
 
-    def _take(self, connection: Connection, news: News) -> None:
+    def _handle_news(self, connection: Connection, news: News) -> None:
         if isinstance(news, Greeting):
             connection.has_greeted, connection.port, connection.ssh = True, news.port, news.ssh
         elif isinstance(news, Output):
@@ -202,10 +202,10 @@ class Job(Loop):
         if news.stream == RESULT:
             rank.result += news.data if rank.connection is connection else b""
             if len(rank.result) > MOST_RESULT_BYTES:
-                most = f"more than {MOST_RESULT_BYTES} bytes"
-                raise TransportError(f"{connection.host}: rank {rank.number} returns {most}")
+                excess = f"more than {MOST_RESULT_BYTES} bytes"
+                raise TransportError(f"{connection.host}: rank {rank.number} returns {excess}")
         elif news.number == AGGREGATOR and news.stream == STDOUT:
-            for line in self._aggregator.feed(news.data):
+            for line in self._aggregator_lines.feed(news.data):
                 word, *addresses = line.decode(errors="replace").split() or [""]
                 if word == "ready":
                     self.ready = tuple(addresses)
@@ -217,36 +217,42 @@ class Job(Loop):
     def greet(self, limit_s: float) -> None:
         """Wait for all supervisors. Raises TransportError, which names a host that does not answer, and
         InterruptedLaunchError."""
-        self.wait_for(lambda: self._is_spoiled or not self._silent(), limit_s, self._silent_hosts)
+        self.wait_for(lambda: self._cannot_begin or not self._silent_connections(), limit_s, self._silent_hosts)
         self.check()
         for connection in self.connections:
             if connection.is_lost and connection.errors is not None:
                 self.wait_for(lambda connection=connection: not self.is_watched(connection.errors), 1.0)  # type: ignore[misc]
             if not connection.has_greeted:
-                how = "ssh" if connection.is_remote else "its supervisor"
-                why = connection.said[-1] if connection.said else f"no answer within --start-timeout {limit_s:g} s"
-                if connection.is_lost and not connection.said:
-                    why = "it ended at once; does it have Python and omnireduce at the same place as this host?"
-                raise TransportError(f"host {connection.host}: {how}: {why.removeprefix('ssh: ')}")
+                program = "ssh" if connection.is_remote else "its supervisor"
+                reason = (
+                    connection.ssh_lines[-1]
+                    if connection.ssh_lines
+                    else f"no answer within --start-timeout {limit_s:g} s"
+                )
+                if connection.is_lost and not connection.ssh_lines:
+                    reason = "it ended at once; does it have Python and omnireduce at the same place as this host?"
+                raise TransportError(f"host {connection.host}: {program}: {reason.removeprefix('ssh: ')}")
 
-    def _silent(self) -> list[Connection]:
+    def _silent_connections(self) -> list[Connection]:
         return [connection for connection in self.connections if not connection.has_greeted and not connection.is_lost]
 
     def _silent_hosts(self) -> str:
-        return ", ".join(connection.host for connection in self._silent() if connection.is_remote)[:MOST_SAID]
+        return ", ".join(connection.host for connection in self._silent_connections() if connection.is_remote)[
+            :MAX_REASON_CHARACTERS
+        ]
 
     @property
-    def _is_spoiled(self) -> bool:
+    def _cannot_begin(self) -> bool:
         """Whether the job cannot begin any more."""
-        return bool(self.signal or self._lost_early)
+        return bool(self.signal or self._host_lost_early)
 
     def check(self) -> None:
         """Handle events while the job begins. Raises InterruptedLaunchError, and TransportError for a lost host."""
         self.turn()
         if self.signal:
             raise InterruptedLaunchError
-        if self._lost_early:
-            raise TransportError(f"lost host {self._lost_early} before its ranks were started")
+        if self._host_lost_early:
+            raise TransportError(f"lost host {self._host_lost_early} before its ranks were started")
 
     def start(self, number: int, connection: Connection, order: Start) -> None:
         """Start a process on a host."""
@@ -256,18 +262,20 @@ class Job(Loop):
     def await_aggregator(self, shards: int) -> tuple[str, ...]:
         """Wait for the job's own aggregators; return their addresses. Raises TransportError if they cannot start;
         InterruptedLaunchError."""
-        own = self.ranks[AGGREGATOR]
-        done = self.wait_for(lambda: bool(self.ready) or self._is_spoiled or own.status is not None, READY_S)
+        aggregator = self.ranks[AGGREGATOR]
+        has_happened = self.wait_for(
+            lambda: bool(self.ready) or self._cannot_begin or aggregator.status is not None, READY_S
+        )
         self.check()
         if not self.ready:
-            why = "it ended" if done else f"it was not ready after {READY_S:g} s"
-            raise TransportError(f"the aggregator of this job on {own.connection.host}: {why}")
+            reason = "it ended" if has_happened else f"it was not ready after {READY_S:g} s"
+            raise TransportError(f"the aggregator of this job on {aggregator.connection.host}: {reason}")
         try:
             if len(self.ready) != shards or not all(parse_address(address).port for address in self.ready):
                 raise ConfigError(f"got {len(self.ready)} addresses, expected {shards} with ports")
         except ConfigError as error:
-            where = f"the aggregator of this job on {own.connection.host}"
-            raise TransportError(f"{where} does not give valid addresses: {error}") from None
+            process = f"the aggregator of this job on {aggregator.connection.host}"
+            raise TransportError(f"{process} does not give valid addresses: {error}") from None
         return self.ready
 
     def carry_out(self, begin: Callable[[], None]) -> int:
@@ -301,23 +309,25 @@ class Job(Loop):
         return all(rank.status is not None for rank in self.ranks.values() if rank.number >= 0)
 
     def _rank_ended(self, rank: Rank) -> None:
-        if rank.number in self.reasons and not self.is_over:
+        if rank.number in self.reasons and not self.is_ending:
             self.failed = rank
             self.end_ranks()
         elif rank.number < 0:
-            if self.ready and not self.is_over:
+            if self.ready and not self.is_ending:
                 self._fail(rank, "the aggregator of this job", rank.status or 1)
-        elif (rank.status or rank.was_asked) and not self.is_over:
-            self._fail(rank, self.called or f"rank {rank.number}", rank.status or 1)
+        elif (rank.status or rank.was_asked) and not self.is_ending:
+            self._fail(rank, self.launcher_name or f"rank {rank.number}", rank.status or 1)
 
-    def _fail(self, rank: Rank, what: str, status: int) -> None:
-        how, where = how_it_ended(rank, status), f"{what} on {rank.connection.host}"
+    def _fail(self, rank: Rank, process: str, status: int) -> None:
+        end, place_of_process = how_it_ended(rank, status), f"{process} on {rank.connection.host}"
         rank.status, self.failed = status, rank
         number = rank.number if rank.number >= 0 else None
-        log.error("%s %s; the others end", where, how, extra=tagged("rank_failed", rank=number, status=status))
+        log.error(
+            "%s %s; the others end", place_of_process, end, extra=tagged("rank_failed", rank=number, status=status)
+        )
         self.end_ranks()
 
-    def _end_without(self, connection: Connection) -> None:
+    def _end_ranks_of_lost(self, connection: Connection) -> None:
         """End ranks whose supervisor is gone. The system ends the ranks, but not their children; on this host they can
         be reached."""
         for rank in self._running_on(connection):
@@ -326,13 +336,13 @@ class Job(Loop):
                     os.killpg(rank.pid, signal.SIGKILL)
 
     def _host_lost(self, connection: Connection) -> None:
-        lost = self._running_on(connection)
-        for rank in lost:
+        lost_ranks = self._running_on(connection)
+        for rank in lost_ranks:
             rank.status = 1
         if connection.has_greeted and not any(rank.connection is connection for rank in self.ranks.values()):
-            self._lost_early = connection.host
-        if lost and not self.is_over:
-            self.failed = lost[0]
+            self._host_lost_early = connection.host
+        if lost_ranks and not self.is_ending:
+            self.failed = lost_ranks[0]
             log.error("lost host %s", connection.host, extra=tagged("host_lost", host=connection.host))
             self.end_ranks()
 
@@ -341,7 +351,7 @@ class Job(Loop):
         for descriptor in (connection.news, connection.errors):
             if descriptor is not None:
                 self.forget(descriptor)
-        self._end_without(connection)
+        self._end_ranks_of_lost(connection)
         connection.kill()
         connection.is_lost = True
 
@@ -352,27 +362,27 @@ class Job(Loop):
 
     def close(self) -> None:
         """End all processes that are left, and write their output, within bounds."""
-        self.is_over = True
+        self.is_ending = True
         for connection in self.connections:
             if connection.has_greeted or connection.is_lost:
                 connection.close()
             else:
                 self.give_up(connection)
         with suppress(OmniReduceError):
-            while not self.wait_for(self._is_left, self._grace_s + SLOWNESS_S):
-                if self.signal or not any(sink.is_full for sink in self.sinks):
+            while not self.wait_for(self._may_stop_waiting, self._grace_s + SLOWNESS_S):
+                if self.signal or not any(descriptor.is_full for descriptor in self.sinks):
                     break
         self.output.close()
-        self.wait_for(lambda: bool(self.signal) or self._is_written())  # a reader may take its time
-        self.wait_for(lambda: self._is_hurried or self._is_written(), LAST_OUTPUT_S)
+        self.wait_for(lambda: bool(self.signal) or self._is_output_written())  # a reader may take its time
+        self.wait_for(lambda: self._is_hurried or self._is_output_written(), LAST_OUTPUT_S)
         for connection in self.connections:
             connection.kill()
         super().close()
 
-    def _is_left(self) -> bool:
+    def _may_stop_waiting(self) -> bool:
         return self._is_hurried or all(connection.is_lost for connection in self.connections)
 
-    def _is_written(self) -> bool:
+    def _is_output_written(self) -> bool:
         return not any(sink.waits for sink in self.sinks)
 
 

@@ -12,103 +12,109 @@ from typing import Any
 import msgspec
 
 from omnireduce.errors import ConfigError
-from omnireduce.launch.connection import STDERR, STDOUT, Connection, goes_by_ssh, words_of_supervisor
-from omnireduce.launch.hosts import Host, place
+from omnireduce.launch.connection import STDERR, STDOUT, Connection, needs_ssh, supervisor_command
+from omnireduce.launch.hosts import Host, place_ranks
 from omnireduce.launch.job import Job
 from omnireduce.launch.loop import watch_input
-from omnireduce.launch.output import Descriptor, Plain, Prefixed, Sink
+from omnireduce.launch.output import DescriptorSink, PrefixedOutput, Sink, UnchangedOutput
 from omnireduce.launch.plan import LaunchRequest, Plan, check_command
 from omnireduce.support import processors
 from omnireduce.support.config import Config
 from omnireduce.support.interpreters import TREE
 
-HERE = "localhost"
+LOCALHOST = "localhost"
 RANKS_AT_ONCE = 32  # ranks that are started before the job handles events
 RANKS_PER_PROCESSOR = 4  # the most for measurements
 STARTED_BY_US = ("", "local", "ssh")  # launchers whose ranks this program starts itself
 
 
-def connect(names: Sequence[str], asked: LaunchRequest, stack: ExitStack) -> list[Connection]:
+def connect(names: Sequence[str], request: LaunchRequest, stack: ExitStack) -> list[Connection]:
     """A supervisor on each host. Raises ConfigError, and TransportError."""
     connections = []
     for name in names:
-        by_ssh = goes_by_ssh(name, asked.launcher)
-        if by_ssh and asked.launcher == "local":
+        by_ssh = needs_ssh(name, request.launcher)
+        if by_ssh and request.launcher == "local":
             raise ConfigError(f"--launcher local, and -H names {name}, which is another host: use --launcher ssh")
-        words = words_of_supervisor(name, asked.ssh, asked.grace_s, by_ssh=by_ssh)
+        words = supervisor_command(name, request.ssh, request.grace_s, is_remote=by_ssh)
         connections.append(Connection(name, words, is_remote=by_ssh))
         stack.callback(connections[-1].kill)
     return connections
 
 
-def start_ranks(job: Job, asked: LaunchRequest) -> None:
+def start_ranks(job: Job, request: LaunchRequest) -> None:
     """Start the aggregators of the job and all ranks. Raises OmniReduceError; InterruptedLaunchError."""
-    hosts = asked.hosts or [Host(HERE, asked.ranks)]
-    slots = place(hosts, asked.ranks)
+    hosts = request.hosts or [Host(LOCALHOST, request.ranks)]
+    slots = place_ranks(hosts, request.ranks)
     by_name = {connection.host: connection for connection in job.connections}
-    plan = Plan(asked, list(by_name))
-    job.greet(asked.start_timeout_s)
-    first = job.connections[0]
-    plan.serve(job, first)
+    plan = Plan(request, list(by_name))
+    job.greet(request.start_timeout_s)
+    first_connection = job.connections[0]
+    plan.serve(job, first_connection)
     for slot in slots:
         if slot.rank % RANKS_AT_ONCE == 0:
             job.check()
-        if job.is_over:  # a rank has failed already
+        if job.is_ending:  # a rank has failed already
             return
         connection = by_name[slot.host]
-        job.start(slot.rank, connection, plan.rank(slot, asked.ranks, connection, first.port))
+        job.start(slot.rank, connection, plan.rank(slot, request.ranks, connection, first_connection.port))
 
 
-def names_of_hosts(asked: LaunchRequest) -> list[str]:
+def names_of_hosts(request: LaunchRequest) -> list[str]:
     """The hosts of the ranks, in order."""
-    hosts = asked.hosts or [Host(HERE, asked.ranks)]
-    return list(dict.fromkeys(slot.host for slot in place(hosts, asked.ranks)))
+    hosts = request.hosts or [Host(LOCALHOST, request.ranks)]
+    return list(dict.fromkeys(slot.host for slot in place_ranks(hosts, request.ranks)))
 
 
-def prefixed(asked: LaunchRequest, sinks: dict[int, Sink]) -> Prefixed:
+def make_prefixed_output(request: LaunchRequest, sinks: dict[int, Sink]) -> PrefixedOutput:
     """The output for lines of ranks, with prefixes. Raises ConfigError."""
-    return Prefixed(sinks, timestamps=asked.timestamps, folder=asked.output_folder, ranks=asked.ranks)
+    return PrefixedOutput(sinks, timestamps=request.timestamps, folder=request.output_folder, ranks=request.ranks)
 
 
-def launch(asked: LaunchRequest, begin: Callable[[Job, LaunchRequest], None] = start_ranks) -> int:
+def launch(request: LaunchRequest, begin: Callable[[Job, LaunchRequest], None] = start_ranks) -> int:
     """Run a command as all ranks, and return the exit status: 0, the status of the first rank that failed, or 128 + the
     signal that ended it or this process. Output goes to the output of this process. Raises OmniReduceError."""
-    names = names_of_hosts(asked) if asked.launcher in STARTED_BY_US else [HERE]
-    check_command(asked.words, asked.environ, is_away=goes_by_ssh(names[0], asked.launcher))
-    sinks = {STDOUT: Descriptor(1), STDERR: Descriptor(2)}
-    output = prefixed(asked, dict(sinks)) if asked.launcher in STARTED_BY_US and asked.prefixed else Plain(dict(sinks))
+    names = names_of_hosts(request) if request.launcher in STARTED_BY_US else [LOCALHOST]
+    check_command(request.words, request.environ, is_away=needs_ssh(names[0], request.launcher))
+    sinks = {STDOUT: DescriptorSink(1), STDERR: DescriptorSink(2)}
+    output = (
+        make_prefixed_output(request, dict(sinks))
+        if request.launcher in STARTED_BY_US and request.prefixed
+        else UnchangedOutput(dict(sinks))
+    )
     with ExitStack() as stack:
-        connections = connect(names, asked, stack)
-        job = stack.enter_context(Job(connections, output, grace_s=asked.grace_s, descriptors=list(sinks.values())))
-        if not asked.given:
+        connections = connect(names, request, stack)
+        job = stack.enter_context(Job(connections, output, grace_s=request.grace_s, descriptors=list(sinks.values())))
+        if not request.given:
             watch_input(job)
-        return job.carry_out(lambda: begin(job, asked))
+        return job.carry_out(lambda: begin(job, request))
 
 
 def _check_processors(ranks: int) -> None:
     quota = processors.quota()
-    here = processors.usable() if quota is None else min(processors.usable(), math.ceil(quota))
-    most = RANKS_PER_PROCESSOR * here
-    if ranks > most:
-        raise ConfigError(f"-np {ranks}: expected at most {most}, for this host has {here} processors for the ranks")
+    local_processors = processors.usable() if quota is None else min(processors.usable(), math.ceil(quota))
+    max_ranks = RANKS_PER_PROCESSOR * local_processors
+    if ranks > max_ranks:
+        raise ConfigError(
+            f"-np {ranks}: expected at most {max_ranks}, for this host has {local_processors} processors for the ranks"
+        )
 
 
-def launch_for_result(program: str, np: int, config: Config, given: object, **more: Any) -> tuple[int, bytes]:
-    """Run the text `program` as each of `np` ranks, which get `given` as JSON by standard input. Returns the exit
-    status, and the result that rank 0 has written to its pipe. `more`: further fields of `LaunchRequest`.
+def launch_for_result(program: str, np: int, config: Config, stdin_object: object, **fields: Any) -> tuple[int, bytes]:
+    """Run the text `program` as each of `np` ranks, which get `stdin_object` as JSON by standard input. Returns the
+    exit status, and the result that rank 0 has written to its pipe. `fields`: further fields of `LaunchRequest`.
 
     Raises ConfigError if there are too many ranks for this host to measure anything.
     """
     _check_processors(np)
     jobs = list[Job]()
 
-    def begin(job: Job, asked: LaunchRequest) -> None:
+    def begin(job: Job, request: LaunchRequest) -> None:
         jobs.append(job)
-        start_ranks(job, asked)
+        start_ranks(job, request)
 
-    asked = LaunchRequest(
+    request = LaunchRequest(
         words=[sys.executable, "-c", program, TREE], ranks=np, config=config, environ=dict(os.environ),
-        given=msgspec.json.encode(given), prefixed=False, **more,
+        given=msgspec.json.encode(stdin_object), prefixed=False, **fields,
     )  # fmt: skip
-    status = launch(asked, begin)
+    status = launch(request, begin)
     return status, b"" if status else bytes(jobs[0].ranks[0].result)

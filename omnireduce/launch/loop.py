@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from omnireduce.launch.connection import CHUNK, Connection
-from omnireduce.launch.output import Descriptor
+from omnireduce.launch.output import DescriptorSink
 from omnireduce.protocol.reminders import FIRST_S, Reminders
 from omnireduce.support.logs import tagged
 
@@ -30,15 +30,15 @@ class Loop:
     """Calls functions when a descriptor is readable, when a time has come, and for signals. It writes waiting output to
     `sinks`, which may be full, and to `connections`."""
 
-    def __init__(self, connections: Sequence[Connection], sinks: Sequence[Descriptor]) -> None:
+    def __init__(self, connections: Sequence[Connection], sinks: Sequence[DescriptorSink]) -> None:
         self.connections, self.sinks = list(connections), sinks
         self._readable: dict[int, Act] = {}
         self._alarms: dict[str, tuple[float, Act]] = {}
-        self._give_back: Act = lambda: None
-        self._woken, self._wakes = socket.socketpair()
-        self._woken.setblocking(False)
-        self._wakes.setblocking(False)
-        self.watch(self._woken.fileno(), self._read_signals)
+        self._restore_signals: Act = lambda: None
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._wake_writer.setblocking(False)
+        self.watch(self._wake_reader.fileno(), self._read_signals)
 
     def take_signal(self, number: int) -> None:
         """Handle a signal, or SIGPIPE: a sink has no reader any more."""
@@ -46,22 +46,22 @@ class Loop:
 
     def take_signals(self) -> None:
         """Let the loop handle signals to this process, until it is closed. Main thread only."""
-        wakeup = signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        wakeup = signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         # For nohup, an ignored SIGHUP stays ignored.
-        taken = [
+        handled = [
             signum for signum in FORWARDED if signal.getsignal(signum) != signal.SIG_IGN or signum != signal.SIGHUP
         ]
-        before = {signum: signal.signal(signum, lambda *_: None) for signum in taken}
+        former_handlers = {signum: signal.signal(signum, lambda *_: None) for signum in handled}
 
-        def give_back() -> None:
-            for signum, handler in before.items():
+        def restore() -> None:
+            for signum, handler in former_handlers.items():
                 signal.signal(signum, handler)
             signal.set_wakeup_fd(wakeup)
 
-        self._give_back = give_back
+        self._restore_signals = restore
 
     def _read_signals(self) -> None:
-        for number in self._woken.recv(CHUNK):
+        for number in self._wake_reader.recv(CHUNK):
             if number in FORWARDED:
                 self.take_signal(number)
 
@@ -83,10 +83,10 @@ class Loop:
         self._alarms[name] = min(self._alarms.get(name, (at, act)), (at, act), key=lambda alarm: alarm[0])
 
     def wait_for(
-        self, condition: Callable[[], bool], limit_s: float | None = None, whom: Callable[[], str] | None = None
+        self, condition: Callable[[], bool], limit_s: float | None = None, awaited: Callable[[], str] | None = None
     ) -> bool:
         """Take turns until the condition holds; return whether it holds before the limit. Without a limit, functions of
-        `call_after` and `take_signal` must make it hold. After 1, 2, 4, ... seconds it logs for `whom` it waits."""
+        `call_after` and `take_signal` must make it hold. After 1, 2, 4, ... seconds it logs for `awaited` it waits."""
         now = time.monotonic()
         deadline, reminders = None if limit_s is None else now + limit_s, Reminders(now)
         while not condition():
@@ -94,9 +94,9 @@ class Loop:
             left_s = None if deadline is None else deadline - now
             if left_s is not None and left_s <= 0:
                 return False
-            if whom is not None:
+            if awaited is not None:
                 left_s = min(left_s or FIRST_S, max(0.0, reminders.at - now))
-                if (waited_s := reminders.due(now)) and (names := whom()):
+                if (waited_s := reminders.due(now)) and (names := awaited()):
                     log.warning("waiting for %s since %.0f s", names, waited_s, extra=tagged("waiting_for_hosts"))
             self.turn(left_s)
         return True
@@ -126,7 +126,7 @@ class Loop:
                 writers[connection.orders] = [connection.write_some]
         readers = self._readable
         if any(sink.is_full for sink in self.sinks):
-            readers = {self._woken.fileno(): self._read_signals}
+            readers = {self._wake_reader.fileno(): self._read_signals}
         with selectors.DefaultSelector() as selector:
             for descriptor in readers:
                 selector.register(descriptor, selectors.EVENT_READ)
@@ -136,9 +136,9 @@ class Loop:
 
     def close(self) -> None:
         """Give signals back."""
-        self._give_back()
-        self._woken.close()
-        self._wakes.close()
+        self._restore_signals()
+        self._wake_reader.close()
+        self._wake_writer.close()
 
 
 def watch_input(loop: Loop, descriptor: int = 0) -> None:
@@ -147,22 +147,22 @@ def watch_input(loop: Loop, descriptor: int = 0) -> None:
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode):
             if os.lseek(descriptor, 0, os.SEEK_CUR) < status.st_size:
-                _tell()
+                _warn_input_not_read()
             return
     except OSError:  # it is closed
         return
 
-    def look() -> None:
+    def check_input() -> None:
         loop.forget(descriptor)
-        waiting = array.array("i", [0])
-        fcntl.ioctl(descriptor, termios.FIONREAD, waiting)
-        if waiting[0]:  # otherwise the input has ended
-            _tell()
+        waiting_bytes = array.array("i", [0])
+        fcntl.ioctl(descriptor, termios.FIONREAD, waiting_bytes)
+        if waiting_bytes[0]:  # otherwise the input has ended
+            _warn_input_not_read()
 
     if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or os.isatty(descriptor):
-        loop.watch(descriptor, look)
+        loop.watch(descriptor, check_input)
 
 
-def _tell() -> None:
-    what = "ranks read nothing from standard input: give the program a file or arguments instead"
-    log.warning("%s", what, extra=tagged("input_not_read"))
+def _warn_input_not_read() -> None:
+    text = "ranks read nothing from standard input: give the program a file or arguments instead"
+    log.warning("%s", text, extra=tagged("input_not_read"))

@@ -22,9 +22,9 @@ from omnireduce.support.files.paths import user_path
 from omnireduce.support.logs import tagged
 
 LINE = 1 << 16  # the longest line in bytes
-NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 _AT_ONCE = 4096  # PIPE_BUF: a pipe takes up to this many bytes as a whole
-_ENDS = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a carriage return at the end may have its line feed in the next piece
+_LINE_ENDS = re.compile(rb"\r\n|\n|\r(?!\Z)")  # a carriage return at the end may have its line feed in the next piece
 log = logging.getLogger("omnireduce")
 
 
@@ -35,7 +35,7 @@ class Sink(Protocol):
         """Take some lines."""
 
 
-class Lines:
+class LineSplitter:
     """Cuts output into lines, without their ends."""
 
     def __init__(self) -> None:
@@ -45,10 +45,10 @@ class Lines:
         """Yield the lines that are complete now, and pieces of a line that is too long."""
         self._rest += data
         start = 0
-        for end in _ENDS.finditer(self._rest):
+        for end in _LINE_ENDS.finditer(self._rest):
             line = bytes(self._rest[start : end.start()])
             if line or end[0] != b"\r":
-                yield from _pieces(line)
+                yield from _pieces_of_line(line)
             start = end.end()
         del self._rest[:start]
         while len(self._rest) > LINE:
@@ -62,27 +62,27 @@ class Lines:
         return rest
 
 
-def _pieces(line: bytes) -> Iterator[bytes]:
+def _pieces_of_line(line: bytes) -> Iterator[bytes]:
     yield line[:LINE]
     for start in range(LINE, len(line), LINE):
         yield line[start : start + LINE]
 
 
-class Losses:
+class LossReport:
     """Logs once that output is lost. A full disk does not end a job."""
 
     def __init__(self) -> None:
-        self._is_said = False
+        self._is_reported = False
 
-    def tell(self, where: str, error: OSError) -> None:
-        """Log that output could not be written to `where`."""
-        if not self._is_said:
-            self._is_said = True
-            what = f"{where}: {error.strerror}; output that does not fit is lost, and the job goes on"
-            log.warning("%s", what, extra=tagged("output_lost"))
+    def report(self, destination: str, error: OSError) -> None:
+        """Log that output could not be written to `destination`."""
+        if not self._is_reported:
+            self._is_reported = True
+            text = f"{destination}: {error.strerror}; output that does not fit is lost, and the job goes on"
+            log.warning("%s", text, extra=tagged("output_lost"))
 
 
-class Prefixed:
+class PrefixedOutput:
     """The lines of all processes of a job. `sinks`: one for each stream. With `folder` each rank's output also goes to
     files there, unchanged: FOLDER/rank.N/stdout and stderr. Raises ConfigError if these cannot be made."""
 
@@ -90,21 +90,21 @@ class Prefixed:
         self, sinks: dict[int, Sink], *, timestamps: bool = False, folder: str | None = None, ranks: int = 0
     ) -> None:
         self._sinks, self._timestamps = sinks, timestamps
-        self._lines: dict[tuple[str, int], Lines] = {}
+        self._lines: dict[tuple[str, int], LineSplitter] = {}
         self._files: dict[tuple[str, int], IO[bytes]] = {}
-        self._losses = Losses()
+        self._loss_report = LossReport()
         digits = len(str(max(0, ranks - 1)))
         for rank in range(ranks if folder is not None else 0):
             self._open(user_path(folder or ""), rank, digits)
 
     def _open(self, folder: Path, rank: int, digits: int) -> None:
-        place = folder / f"rank.{rank:0{digits}}"
+        rank_folder = folder / f"rank.{rank:0{digits}}"
         try:
-            place.mkdir(parents=True, exist_ok=True)
-            for stream, name in NAMES.items():
-                self._files[str(rank), stream] = open(place / name, "wb", buffering=0)  # noqa: SIM115  see `close`
+            rank_folder.mkdir(parents=True, exist_ok=True)
+            for stream, name in STREAM_NAMES.items():
+                self._files[str(rank), stream] = open(rank_folder / name, "wb", buffering=0)  # noqa: SIM115  see `close`
         except OSError as error:
-            raise ConfigError(f"--output-filename: {place} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"--output-filename: {rank_folder} cannot be written: {error.strerror}") from None
 
     def feed(self, name: str, stream: int, data: bytes) -> None:
         """Take output of process `name`."""
@@ -112,17 +112,17 @@ class Prefixed:
             try:
                 self._files[name, stream].write(data)
             except OSError as error:
-                self._losses.tell(f"--output-filename: {NAMES[stream]} of rank {name}", error)
+                self._loss_report.report(f"--output-filename: {STREAM_NAMES[stream]} of rank {name}", error)
         prefix = self._prefix(name, stream)
-        lines = self._lines.setdefault((name, stream), Lines())
+        lines = self._lines.setdefault((name, stream), LineSplitter())
         text = b"".join(prefix + line + b"\n" for line in lines.feed(data))
         if text:
             self._sinks[stream].add(text)
 
     def finish(self, name: str) -> None:
         """Write the last line of process `name`, if it has no end."""
-        for stream in NAMES:
-            rest = self._lines.pop((name, stream), Lines()).rest()
+        for stream in STREAM_NAMES:
+            rest = self._lines.pop((name, stream), LineSplitter()).rest()
             if rest:
                 self._sinks[stream].add(self._prefix(name, stream) + rest + b"\n")
 
@@ -134,11 +134,11 @@ class Prefixed:
             file.close()
 
     def _prefix(self, name: str, stream: int) -> bytes:
-        when = time.ctime() if self._timestamps else ""
-        return f"{when}[{name}]<{NAMES[stream]}>:".encode()
+        time_text = time.ctime() if self._timestamps else ""
+        return f"{time_text}[{name}]<{STREAM_NAMES[stream]}>:".encode()
 
 
-class Plain:
+class UnchangedOutput:
     """Unchanged output, for launchers that have their own prefixes."""
 
     def __init__(self, sinks: dict[int, Sink]) -> None:
@@ -155,17 +155,17 @@ class Plain:
         """Do nothing: output is passed on at once."""
 
 
-class Descriptor:
+class DescriptorSink:
     """A sink that never blocks: it keeps output that the descriptor does not take, and `is_full` says if it is much.
 
     `is_broken`: the descriptor has no reader any more.
     """
 
-    def __init__(self, descriptor: int, most: int = 1 << 20) -> None:
-        self.descriptor, self._most, self._waiting = descriptor, most, bytearray()
+    def __init__(self, descriptor: int, limit_bytes: int = 1 << 20) -> None:
+        self.descriptor, self._limit_bytes, self._waiting = descriptor, limit_bytes, bytearray()
         self.is_broken = False
         self.always_takes = not _can_wait_for(descriptor)
-        self._losses = Losses()
+        self._loss_report = LossReport()
 
     def add(self, data: bytes) -> None:
         """Take some lines. A file, which always takes output, gets them at once."""
@@ -183,7 +183,7 @@ class Descriptor:
     @property
     def is_full(self) -> bool:
         """Whether ranks that write should wait."""
-        return len(self._waiting) > self._most
+        return len(self._waiting) > self._limit_bytes
 
     def write_some(self) -> None:
         """Write a piece; call this when the descriptor is writable."""
@@ -194,7 +194,7 @@ class Descriptor:
         except OSError as error:
             self._waiting.clear()
             if self.always_takes:
-                self._losses.tell(NAMES.get(self.descriptor, "a sink"), error)
+                self._loss_report.report(STREAM_NAMES.get(self.descriptor, "a sink"), error)
             else:
                 self.is_broken = True
 
@@ -210,7 +210,7 @@ def _can_wait_for(descriptor: int) -> bool:
     return True
 
 
-class Stream:
+class TextSink:
     """A sink that writes to a text stream at once, such as the output of a notebook."""
 
     def __init__(self, write: Callable[[str], object]) -> None:

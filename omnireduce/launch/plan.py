@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 
 from omnireduce.errors import ConfigError
 from omnireduce.launch.connection import AGGREGATOR, Connection, Start
-from omnireduce.launch.hosts import Host, Slot, is_here
+from omnireduce.launch.hosts import Host, Slot, is_this_host
 from omnireduce.launch.job import Job
 from omnireduce.launch.rank_variables import (
-    as_bytes,
-    draw_job,
-    draw_secret,
+    environ_as_bytes,
     environ_of_other_host,
     environ_of_ranks,
-    of_rank,
-    of_service,
+    new_job_name,
+    new_secret,
+    variables_of_aggregators,
+    variables_of_rank,
 )
 from omnireduce.support.addresses import (
     ANYWHERE,
@@ -42,7 +42,7 @@ from omnireduce.support.interpreters import TREE, program_of
 
 EMBEDDED = "embedded"
 MOST_SHARDS = 64
-NOBODY = "", ""  # the addresses of both ends, if they are not known
+UNKNOWN_ENDS = "", ""  # the addresses of both ends, if they are not known
 _AGGREGATOR = program_of("omnireduce.__main__", name="omnireduce")
 
 
@@ -76,21 +76,21 @@ class LaunchRequest:
     cooldown_s: tuple[float, float] = (60.0, 3600.0)
 
 
-def shards_to_start(asked: LaunchRequest, hosts: int) -> int:
+def shards_to_start(request: LaunchRequest, hosts: int) -> int:
     """The number of shards that this job starts for itself. 0: rank 0 starts an aggregator, or the configuration names
     aggregators, which the flag overrides. Raises ConfigError for a flag that does not fit the hosts."""
-    configured, wanted = bool(asked.config.cluster.aggregators), asked.aggregators
-    if wanted is None:
-        return 0 if configured or (hosts == 1 and not asked.min_ranks) else 1
-    if wanted == EMBEDDED:
-        if hosts > 1 or asked.min_ranks:
-            outlives = "an elastic job needs an aggregator that outlives rank 0"
-            why = f"the ranks are on {hosts} hosts" if hosts > 1 else outlives
-            raise ConfigError(f"--aggregators embedded: {why}; give a number, or leave it out")
+    has_aggregators, requested = bool(request.config.cluster.aggregators), request.aggregators
+    if requested is None:
+        return 0 if has_aggregators or (hosts == 1 and not request.min_ranks) else 1
+    if requested == EMBEDDED:
+        if hosts > 1 or request.min_ranks:
+            why_not_elastic = "an elastic job needs an aggregator that outlives rank 0"
+            reason = f"the ranks are on {hosts} hosts" if hosts > 1 else why_not_elastic
+            raise ConfigError(f"--aggregators embedded: {reason}; give a number, or leave it out")
         return 0
-    if not re.fullmatch("[0-9]{1,9}", wanted) or not 1 <= int(wanted) <= MOST_SHARDS:
-        raise ConfigError(f"--aggregators: got {wanted[:40]!r}, expected 1 to {MOST_SHARDS}, or embedded")
-    return int(wanted)
+    if not re.fullmatch("[0-9]{1,9}", requested) or not 1 <= int(requested) <= MOST_SHARDS:
+        raise ConfigError(f"--aggregators: got {requested[:40]!r}, expected 1 to {MOST_SHARDS}, or embedded")
+    return int(requested)
 
 
 def check_command(words: Sequence[str], environ: Mapping[str, str], *, is_away: bool = False) -> None:
@@ -101,43 +101,51 @@ def check_command(words: Sequence[str], environ: Mapping[str, str], *, is_away: 
         raise ConfigError(f"{words[0]}: command not found")
 
 
-def address_of_first(
+def address_of_first_host(
     names: Sequence[str],
     *,
-    is_wide: bool = False,
+    may_grow: bool = False,
     interface: str = "",
     connections: Sequence[Connection] = (),
     by_name: bool = False,
 ) -> str:
-    """The address at which the other hosts reach the first of `names`. `is_wide`: further hosts may come later.
+    """The address at which the other hosts reach the first of `names`. `may_grow`: further hosts may come later.
     `connections`, which have greeted, may know addresses from ssh. `by_name`: the certificate of the first host is for
     its name. Raises ConfigError if there is no such address."""
     first, *others = names
     if interface:
         return _address_of_interface(interface, first)
-    seen = {connection.host: _ends_of_ssh(connection) for connection in connections if connection.is_remote}
-    name = host_alone(first)
-    if not is_here(first):  # its name may mean 127.0.1.1 there, or nothing to the others
-        at = seen.get(first, NOBODY)[1]
-        return name if not at or is_loopback(at) or is_numeric(name) or (by_name and _is_known(name)) else at
-    away = [host for host in others if not is_here(host)]
-    if not away and not is_wide:
+    ends_by_host = {connection.host: _ends_of_ssh(connection) for connection in connections if connection.is_remote}
+    name = without_user(first)
+    if not is_this_host(first):  # its name may mean 127.0.1.1 there, or nothing to the others
+        address_there = ends_by_host.get(first, UNKNOWN_ENDS)[1]
+        return (
+            name
+            if not address_there or is_loopback(address_there) or is_numeric(name) or (by_name and _can_resolve(name))
+            else address_there
+        )
+    hosts_elsewhere = [host for host in others if not is_this_host(host)]
+    if not hosts_elsewhere and not may_grow:
         return loopback()
     if is_own_address(name):
         return name
-    ways = [way for way, _ in (seen.get(host, NOBODY) for host in away) if way]
-    address = next(filter(is_own_address, ways), "") or reachable_address([host_alone(host) for host in away])
+    local_addresses = [
+        local for local, _ in (ends_by_host.get(host, UNKNOWN_ENDS) for host in hosts_elsewhere) if local
+    ]
+    address = next(filter(is_own_address, local_addresses), "") or reachable_address(
+        [without_user(host) for host in hosts_elsewhere]
+    )
     if not address:
         raise ConfigError("this host has no address at which other hosts could reach it; `ip address` lists its own")
     return address
 
 
-def host_alone(name: str) -> str:
+def without_user(name: str) -> str:
     """The host in a name such as user@host."""
     return name.rpartition("@")[2]
 
 
-def _is_known(name: str) -> bool:
+def _can_resolve(name: str) -> bool:
     """Whether a host's name is more than an alias in the configuration of ssh."""
     with suppress(OSError):
         return bool(look_up(name))
@@ -147,11 +155,11 @@ def _is_known(name: str) -> bool:
 def _ends_of_ssh(connection: Connection) -> tuple[str, str]:
     """The addresses of this host and of the other host, as sshd there sees them."""
     words = connection.ssh.split()
-    return (words[0], words[2]) if len(words) == 4 and all(map(is_numeric, words[:3:2])) else NOBODY
+    return (words[0], words[2]) if len(words) == 4 and all(map(is_numeric, words[:3:2])) else UNKNOWN_ENDS
 
 
 def _address_of_interface(name: str, first: str) -> str:
-    if not is_here(first):
+    if not is_this_host(first):
         raise ConfigError(
             f"--network-interfaces {name}: the first host is {first}, not this one; name it in -H by its address on "
             "that network instead"
@@ -169,45 +177,49 @@ class Plan:
     """The processes of one launch. `is_wide`: other hosts than `names` may come. `address`: the address at which they
     reach the first host."""
 
-    def __init__(self, asked: LaunchRequest, names: Sequence[str], *, is_wide: bool = False) -> None:
-        self.asked, self.job, self._names, self._is_wide = asked, draw_job(), names, is_wide
-        self.shards = shards_to_start(asked, len(names))
+    def __init__(self, request: LaunchRequest, names: Sequence[str], *, may_grow: bool = False) -> None:
+        self.request, self.job, self._names, self._may_grow = request, new_job_name(), names, may_grow
+        self.shards = shards_to_start(request, len(names))
         self.address = ""  # `serve` finds it
         self._folder = os.fsencode(current_folder())
-        self.environ = environ_of_ranks(asked.environ or os.environ)
+        self.environ = environ_of_ranks(request.environ or os.environ)
         # the variables that give ranks the job's own aggregators
-        self.service = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"} if asked.aggregators == EMBEDDED else {}
+        self.aggregator_variables = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"} if request.aggregators == EMBEDDED else {}
 
     def serve(self, job: Job, connection: Connection) -> None:
         """Start this job's own aggregators, if it has any, and wait until they are ready. All hosts must have greeted.
         Raises ConfigError, and the errors of `Job.await_aggregator`."""
-        self.address = self.address or address_of_first(
-            self._names, is_wide=self._is_wide, interface=self.asked.interface, connections=job.connections,
-            by_name=bool(self.asked.config.security.tls_ca),
+        self.address = self.address or address_of_first_host(
+            self._names, may_grow=self._may_grow, interface=self.request.interface, connections=job.connections,
+            by_name=bool(self.request.config.security.tls_ca),
         )  # fmt: skip
         if not self.shards:
             return
-        known = self.asked.config.security.secret_file or SECRET_VARIABLE in self.environ
-        secret = "" if known else draw_secret()
+        has_secret = self.request.config.security.secret_file or SECRET_VARIABLE in self.environ
+        secret = "" if has_secret else new_secret()
         environ = self.environ | ({SECRET_VARIABLE: secret} if secret else {})
-        if not self.asked.verbose:
+        if not self.request.verbose:
             environ = {"OMNIREDUCE_LOG_LEVEL": "warning"} | environ
-        is_wide = self._is_wide or len(self._names) > 1
-        listen = Address(ANYWHERE if is_wide else "localhost", 0)
+        has_other_hosts = self._may_grow or len(self._names) > 1
+        listen = Address(ANYWHERE if has_other_hosts else "localhost", 0)
         words = ["-P", "-c", _AGGREGATOR, "aggregator", "--listen", str(listen), "--shards", str(self.shards), TREE]
         job.start(AGGREGATOR, connection, self._order(AGGREGATOR, [sys.executable, *words], environ, connection))
         ready = job.await_aggregator(self.shards)
-        host = self.address if is_wide else listen.host
-        self.service = of_service(tuple(str(Address(host, parse_address(address).port)) for address in ready), secret)
+        host = self.address if has_other_hosts else listen.host
+        self.aggregator_variables = variables_of_aggregators(
+            tuple(str(Address(host, parse_address(address).port)) for address in ready), secret
+        )
 
     def rank(self, slot: Slot, size: int, connection: Connection, port: int) -> Start:
         """The order to start a rank; `port`: the port on the first host where torch's ranks meet."""
-        environ = self.environ | of_rank(slot, size, self.job, (self.address, port)) | self.service
-        return self._order(slot.rank, self.asked.words, environ, connection)
+        environ = (
+            self.environ | variables_of_rank(slot, size, self.job, (self.address, port)) | self.aggregator_variables
+        )
+        return self._order(slot.rank, self.request.words, environ, connection)
 
     def command(self, words: Sequence[str], connection: Connection) -> Start:
         """The order to start another launcher."""
-        environ = self.environ | {"OMNIRUN_TOLD": "1"} | self.service
+        environ = self.environ | {"OMNIRUN_TOLD": "1"} | self.aggregator_variables
         return self._order(0, words, environ, connection)
 
     def _order(self, number: int, words: Sequence[str], environ: Mapping[str, str], connection: Connection) -> Start:
@@ -215,9 +227,9 @@ class Plan:
         return Start(
             number,
             [os.fsencode(word) for word in words],
-            as_bytes(environ_of_other_host(environ) if remote else environ),
+            environ_as_bytes(environ_of_other_host(environ) if remote else environ),
             self._folder,
             inherits=remote,
-            given=self.asked.given if number >= 0 else b"",
-            with_result=bool(self.asked.given) and number >= 0,
+            given=self.request.given if number >= 0 else b"",
+            with_result=bool(self.request.given) and number >= 0,
         )

@@ -32,14 +32,14 @@ class Rank:
 
 def how_it_ended(rank: Rank, status: int) -> str:
     """A text about the end of a rank that has failed."""
-    how = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
+    text = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
     if rank.was_asked:  # by its host, not by this program
-        how += ", after its host had told it to end"
-    return f"{how}: {rank.why}" if rank.why else how
+        text += ", after its host had told it to end"
+    return f"{text}: {rank.why}" if rank.why else text
 
 
-_OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
-_OF_HOST = {  # variables about this login; another host has its own
+_MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
+_LOGIN_VARIABLES = {  # variables about this login; another host has its own
     *(
         "HOME",
         "USER",
@@ -57,15 +57,15 @@ _OF_HOST = {  # variables about this login; another host has its own
     ),
     *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY", "SSH_AUTH_SOCK", "SSH_AGENT_PID", "DBUS_SESSION_BUS_ADDRESS"),
 }
-_OF_HOST_PREFIXES = ("XDG_", "SLURM_", "BASH_FUNC_", "LC_", "SUDO_")
+_LOGIN_PREFIXES = ("XDG_", "SLURM_", "BASH_FUNC_", "LC_", "SUDO_")
 
 
-def draw_job() -> str:
+def new_job_name() -> str:
     """A name for a launch that no other launch has."""
     return f"run-{secrets.token_hex(8)}"
 
 
-def draw_secret() -> str:
+def new_secret() -> str:
     """A secret for the ranks and aggregators of one job."""
     return secrets.token_hex(32)
 
@@ -73,19 +73,25 @@ def draw_secret() -> str:
 def environ_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without the variables of other launchers. Python's output is not buffered, unless `environ` says
     otherwise."""
-    gone = variables_of_launchers()
-    kept = {name: text for name, text in environ.items() if name not in gone and not name.startswith(_OF_MPI)}
-    return {"PYTHONUNBUFFERED": "1"} | kept
+    launcher_variables = variables_of_launchers()
+    remaining = {
+        name: text
+        for name, text in environ.items()
+        if name not in launcher_variables and not name.startswith(_MPI_PREFIXES)
+    }
+    return {"PYTHONUNBUFFERED": "1"} | remaining
 
 
 def environ_of_other_host(environ: Mapping[str, str]) -> dict[str, str]:
     """The part of `environ` that applies to other hosts, too."""
     return {
-        name: text for name, text in environ.items() if name not in _OF_HOST and not name.startswith(_OF_HOST_PREFIXES)
+        name: text
+        for name, text in environ.items()
+        if name not in _LOGIN_VARIABLES and not name.startswith(_LOGIN_PREFIXES)
     }
 
 
-def of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[str, str]:
+def variables_of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[str, str]:
     """The variables of one rank. `master`: host and port where torch's ranks meet."""
     numbers = {
         "RANK": slot.rank,
@@ -109,12 +115,12 @@ def of_rank(slot: Slot, size: int, job: str, master: tuple[str, int]) -> dict[st
     }
 
 
-def of_service(addresses: tuple[str, ...], secret: str) -> dict[str, str]:
+def variables_of_aggregators(addresses: tuple[str, ...], secret: str) -> dict[str, str]:
     """The variables for the aggregators of a job, and for its secret, if it has one."""
     variables = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(addresses)}
     return variables | ({SECRET_VARIABLE: secret} if secret else {})
 
 
-def as_bytes(environ: Mapping[str, str]) -> dict[bytes, bytes]:
+def environ_as_bytes(environ: Mapping[str, str]) -> dict[bytes, bytes]:
     """The environment as bytes: names and values need not be UTF-8."""
     return {os.fsencode(name): os.fsencode(text) for name, text in environ.items()}

@@ -20,11 +20,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from omnireduce.launch.connection import (
+    ALL_RANKS,
     CHUNK,
-    EVERY,
     MAGIC,
+    MAX_REASON_CHARACTERS,
     MOST_BYTES,
-    MOST_SAID,
     RESULT,
     RESULT_FD,
     SSH_CONNECTION,
@@ -45,7 +45,7 @@ from omnireduce.support.addresses import ANYWHERE, listen
 from omnireduce.support.control_groups import OutOfMemory
 
 MOST_WAITING = 1 << 20  # the most bytes that the launcher has not taken; beyond that processes wait
-ENDING = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 KILLED_S = 5.0  # the longest wait for the end of a killed process: it may hang in the system
 ORPHANS_S = 2.0  # the time for orphans to end by themselves, as the aggregator of rank 0 does
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
@@ -57,56 +57,56 @@ class _Process:
 
     def __init__(self, order: Start) -> None:
         self.number = order.number
-        self.is_over = self.was_asked = False
-        self._theirs: list[int] = []
+        self.has_ended = self.was_asked = False
+        self._child_descriptors: list[int] = []
         self.streams: dict[int, int] = {}  # descriptor: stream
         environ = {**os.environb, **order.environ} if order.inherits else dict(order.environ)
         try:
-            out, err = self._pipe(STDOUT), self._pipe(STDERR)
-            kept = []
+            stdout, stderr = self._pipe(STDOUT), self._pipe(STDERR)
+            inherited = []
             if order.with_result:
-                kept = [self._pipe(RESULT)]
-                environ[RESULT_FD.encode()] = str(kept[0]).encode()
+                inherited = [self._pipe(RESULT)]
+                environ[RESULT_FD.encode()] = str(inherited[0]).encode()
             self._popen = subprocess.Popen(
-                order.words, env=environ, cwd=order.folder, stdin=self._input(order.given), stdout=out, stderr=err,
-                pass_fds=kept, start_new_session=True, preexec_fn=_die_with_parent,
+                order.words, env=environ, cwd=order.folder, stdin=self._input(order.given), stdout=stdout,
+                stderr=stderr, pass_fds=inherited, start_new_session=True, preexec_fn=_die_with_parent,
             )  # fmt: skip
         except BaseException:
             for descriptor in self.streams:
                 os.close(descriptor)
             raise
         finally:
-            for descriptor in self._theirs:
+            for descriptor in self._child_descriptors:
                 os.close(descriptor)
         self.pid = self._popen.pid
         self.pidfd = os.pidfd_open(self.pid)
 
     def _pipe(self, stream: int) -> int:
-        ours, theirs = os.pipe()
-        os.set_blocking(ours, False)
-        self.streams[ours] = stream
-        self._theirs.append(theirs)
-        return theirs
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        self.streams[read_end] = stream
+        self._child_descriptors.append(write_end)
+        return write_end
 
-    def _input(self, given: bytes) -> int:
-        if not given:
+    def _input(self, data: bytes) -> int:
+        if not data:
             return subprocess.DEVNULL
         descriptor = os.memfd_create("omnireduce-input")
-        self._theirs.append(descriptor)
+        self._child_descriptors.append(descriptor)
         with open(descriptor, "wb", closefd=False) as file:
-            file.write(given)
+            file.write(data)
         os.lseek(descriptor, 0, os.SEEK_SET)
         return descriptor
 
     def status(self) -> int:
         """The exit status. The process stays a zombie."""
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        exit_info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert exit_info is not None
+        return exit_info.si_status if exit_info.si_code == os.CLD_EXITED else -exit_info.si_status
 
     def send(self, number: int) -> None:
         has_ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        self.was_asked |= number in ENDING and not has_ended
+        self.was_asked |= number in ENDING_SIGNALS and not has_ended
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -126,31 +126,31 @@ class Supervisor:
 
     def __init__(self, orders: int, news: int, grace_s: float) -> None:
         self._orders, self._news, self._grace_s = orders, news, grace_s
-        self._frames, self._waiting = Frames(MOST_BYTES), bytearray(MAGIC)
+        self._frames, self._unsent = Frames(MOST_BYTES), bytearray(MAGIC)
         self._processes: dict[int, _Process] = {}
         self._memory = OutOfMemory()
         self._selector = selectors.DefaultSelector()
         self._selector.register(orders, selectors.EVENT_READ, self._read_orders)
-        self._paused: list[int] = []
-        self._is_deaf = False  # the news has no reader any more
-        self._writes = False
+        self._paused_descriptors: list[int] = []
+        self._has_no_reader = False  # the news has no reader any more
+        self._watches_writable = False
         self._kill_at: float | None = None  # monotonic time; set when no orders come any more
         os.set_blocking(news, False)
-        self._woken, self._wakes = socket.socketpair()
-        self._wakes.setblocking(False)
-        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda *_: None)  # handled by the byte that arrives in this pipe
-        self._selector.register(self._woken, selectors.EVENT_READ, self._read_signals)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._read_signals)
 
     def serve(self) -> None:
         """Carry out orders. In the end no process is left."""
-        self._tell(Greeting(os.getpid(), free_port(), os.environ.get(SSH_CONNECTION, "")[:256]))
-        while self._kill_at is None or any(not process.is_over for process in self._processes.values()):
-            for key, _ in self._selector.select(self._patience()):
+        self._send_news(Greeting(os.getpid(), free_port(), os.environ.get(SSH_CONNECTION, "")[:256]))
+        while self._kill_at is None or any(not process.has_ended for process in self._processes.values()):
+            for key, _ in self._selector.select(self._seconds_to_kill()):
                 if key.fd in self._selector.get_map():
                     key.data(key.fd)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._send(EVERY, signal.SIGKILL, also_others=True)
+                self._send(ALL_RANKS, signal.SIGKILL, also_others=True)
                 self._kill_at = float("inf")
         for process in self._processes.values():
             process.forget()
@@ -166,13 +166,13 @@ class Supervisor:
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._grace_s
             self._selector.unregister(self._orders)
-            self._send(EVERY, signal.SIGTERM, also_others=True)
+            self._send(ALL_RANKS, signal.SIGTERM, also_others=True)
 
     def _read_signals(self, _: int) -> None:
-        if signal.SIGTERM in self._woken.recv(CHUNK):
+        if signal.SIGTERM in self._wake_reader.recv(CHUNK):
             self.stop()
 
-    def _patience(self) -> float | None:
+    def _seconds_to_kill(self) -> float | None:
         if self._kill_at in (None, float("inf")):
             return None
         assert self._kill_at is not None
@@ -191,27 +191,27 @@ class Supervisor:
                 self._send(order.number, order.signal)
 
     def _start(self, order: Start) -> None:
-        before = self._processes.pop(order.number, None)
-        if before is not None:  # the rank is started again
-            before.forget()
-            self._drain(before)
+        former = self._processes.pop(order.number, None)
+        if former is not None:  # the rank is started again
+            former.forget()
+            self._drain(former)
         try:
             process = _Process(order)
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            what = getattr(error, "filename", None) or order.words[0]
-            reason = f"{os.fsdecode(what)}: {getattr(error, 'strerror', None) or error}"
-            self._tell(RankFailed(order.number, reason.encode(errors="replace").decode()[:MOST_SAID]))
+            program = getattr(error, "filename", None) or order.words[0]
+            reason = f"{os.fsdecode(program)}: {getattr(error, 'strerror', None) or error}"
+            self._send_news(RankFailed(order.number, reason.encode(errors="replace").decode()[:MAX_REASON_CHARACTERS]))
             return
         self._processes[order.number] = process
-        self._tell(Started(order.number, process.pid))
+        self._send_news(Started(order.number, process.pid))
         self._selector.register(process.pidfd, selectors.EVENT_READ, lambda _: self._finish(process))
         for descriptor in process.streams:
             self._selector.register(descriptor, selectors.EVENT_READ, lambda fd: self._pass_on(process, fd))
 
-    def _send(self, number: int, what: int, *, also_others: bool = False) -> None:
+    def _send(self, number: int, signum: int, *, also_others: bool = False) -> None:
         for process in self._processes.values():
-            if process.number == number or (number == EVERY and (also_others or process.number >= 0)):
-                process.send(what)
+            if process.number == number or (number == ALL_RANKS and (also_others or process.number >= 0)):
+                process.send(signum)
 
     def _pass_on(self, process: _Process, descriptor: int) -> int:
         """Pass on a piece of the output in this pipe; return its number of bytes."""
@@ -225,57 +225,59 @@ class Supervisor:
             os.close(descriptor)
             del process.streams[descriptor]
             return 0
-        self._tell(Output(process.number, process.streams[descriptor], data))
+        self._send_news(Output(process.number, process.streams[descriptor], data))
         return len(data)
 
     def _drain(self, process: _Process) -> None:
         """Pass on the last output of a process, up to the size of a pipe: its children may write for ever."""
         for descriptor in list(process.streams):
-            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
-            while left > 0 and (many := self._pass_on(process, descriptor)):
-                left -= many
+            left_bytes = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
+            while left_bytes > 0 and (passed_bytes := self._pass_on(process, descriptor)):
+                left_bytes -= passed_bytes
 
     def _finish(self, process: _Process) -> None:
         status, was_asked = process.status(), process.was_asked
-        process.is_over = True
+        process.has_ended = True
         self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
         self._drain(process)
         if status:
             process.send(signal.SIGKILL)  # for its children
-        self._tell(Ended(process.number, status, was_asked, self._memory.news() if status and not was_asked else ""))
+        self._send_news(
+            Ended(process.number, status, was_asked, self._memory.news() if status and not was_asked else "")
+        )
 
-    def _tell(self, news: News) -> None:
-        if self._is_deaf:
+    def _send_news(self, news: News) -> None:
+        if self._has_no_reader:
             return
-        self._waiting += frame(news)
+        self._unsent += frame(news)
         self._write(self._news)
-        if not self._paused and len(self._waiting) > MOST_WAITING:
-            self._paused = [fd for process in self._processes.values() for fd in process.streams]
-            self._paused = [fd for fd in self._paused if fd in self._selector.get_map()]
-            for descriptor in self._paused:
+        if not self._paused_descriptors and len(self._unsent) > MOST_WAITING:
+            self._paused_descriptors = [fd for process in self._processes.values() for fd in process.streams]
+            self._paused_descriptors = [fd for fd in self._paused_descriptors if fd in self._selector.get_map()]
+            for descriptor in self._paused_descriptors:
                 self._selector.unregister(descriptor)
 
     def _write(self, descriptor: int) -> None:
         try:
-            while self._waiting:
-                del self._waiting[: os.write(descriptor, self._waiting)]
+            while self._unsent:
+                del self._unsent[: os.write(descriptor, self._unsent)]
         except BlockingIOError:
             pass
         except OSError:
-            self._is_deaf = True
-            self._waiting.clear()
-        if bool(self._waiting) != self._writes:
-            self._writes = not self._writes
-            if self._writes:
+            self._has_no_reader = True
+            self._unsent.clear()
+        if bool(self._unsent) != self._watches_writable:
+            self._watches_writable = not self._watches_writable
+            if self._watches_writable:
                 self._selector.register(descriptor, selectors.EVENT_WRITE, self._write)
             else:
                 self._selector.unregister(descriptor)
-        if self._paused and len(self._waiting) < MOST_WAITING // 2:
-            self._go_on()
+        if self._paused_descriptors and len(self._unsent) < MOST_WAITING // 2:
+            self._resume_reading()
 
-    def _go_on(self) -> None:
-        paused, self._paused = set(self._paused), []
+    def _resume_reading(self) -> None:
+        paused, self._paused_descriptors = set(self._paused_descriptors), []
         for process in self._processes.values():
             for descriptor in (paused & process.streams.keys()) - self._selector.get_map().keys():
                 self._selector.register(descriptor, selectors.EVENT_READ, lambda fd, of=process: self._pass_on(of, fd))
@@ -303,12 +305,12 @@ def end_orphans(limit_s: float) -> None:
             for pidfd in pidfds:
                 selector.register(pidfd, selectors.EVENT_READ)
             left_s = deadline - time.monotonic()
-            over = [key.fd for key, _ in selector.select(max(0.0, left_s) or None)] if left_s > 0 else []
+            ended_pidfds = [key.fd for key, _ in selector.select(max(0.0, left_s) or None)] if left_s > 0 else []
             for descriptor, pid in pidfds.items():
                 if left_s <= 0:
                     with suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-                if left_s <= 0 or descriptor in over:
+                if left_s <= 0 or descriptor in ended_pidfds:
                     os.waitpid(pid, 0)
                 os.close(descriptor)
 

@@ -26,12 +26,12 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError, in_a_line
-from omnireduce.launch.connection import STDERR, STDOUT, Connection, words_of_supervisor
-from omnireduce.launch.hosts import place_on
+from omnireduce.launch.connection import STDERR, STDOUT, Connection, supervisor_command
+from omnireduce.launch.hosts import place_ranks_on
 from omnireduce.launch.job import READY_S, Job
-from omnireduce.launch.output import Prefixed, Stream
+from omnireduce.launch.output import PrefixedOutput, TextSink
 from omnireduce.launch.plan import LaunchRequest, Plan
-from omnireduce.launch.rank_variables import draw_job, of_rank
+from omnireduce.launch.rank_variables import new_job_name, variables_of_rank
 from omnireduce.launch.supervisor import free_port
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.support.addresses import loopback
@@ -68,16 +68,16 @@ class _Service:
 
     def start(self, shards: int, address: str, is_wide: bool) -> dict[str, str]:
         """The variables by which ranks find them, their secret included."""
-        command = words_of_supervisor("localhost", "ssh", GRACE_S, by_ssh=False)
-        output = Prefixed({STDOUT: Stream(sys.stdout.write), STDERR: Stream(sys.stderr.write)})
+        command = supervisor_command("localhost", "ssh", GRACE_S, is_remote=False)
+        output = PrefixedOutput({STDOUT: TextSink(sys.stdout.write), STDERR: TextSink(sys.stderr.write)})
         self._job = Job([Connection("localhost", command, is_remote=False)], output, grace_s=GRACE_S)
         self._job.greet(START_S)
         request = LaunchRequest(words=[], ranks=1, config=load_config(), aggregators=str(shards))
-        plan = Plan(request, ["localhost"], is_wide=is_wide)
+        plan = Plan(request, ["localhost"], may_grow=is_wide)
         plan.address = address
         plan.serve(self._job, self._job.connections[0])
         threading.Thread(target=self._job.wait_for, args=(lambda: False,), daemon=True).start()
-        return plan.service
+        return plan.aggregator_variables
 
 
 def run(
@@ -145,9 +145,9 @@ def _start(
         actors.append(ray.remote(_Service).options(num_cpus=0, scheduling_strategy=strategy).remote())
         call = actors[-1].start.remote(aggregators or 1, address if is_wide else loopback(), is_wide)
         [service] = _answers([call], "the aggregators")
-    job = draw_job()
-    slots = place_on([node_infos[at][0] for at in order])
-    return [of_rank(slot, size, job, (address, port)) | service for slot in slots]
+    job = new_job_name()
+    slots = place_ranks_on([node_infos[at][0] for at in order])
+    return [variables_of_rank(slot, size, job, (address, port)) | service for slot in slots]
 
 
 def _await_room(group: Any, limit_s: float) -> bool:

@@ -16,11 +16,11 @@ from local_cluster import WAIT_S
 from omnireduce import ConfigError, OmniReduceError, UsageError
 from omnireduce.console.bench.recorded import find_arrays
 from omnireduce.console.tune.report import opened_log
-from omnireduce.launch.command import read_words
+from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.connection import STDOUT
 from omnireduce.launch.flags import read_yaml
 from omnireduce.launch.hosts import Host, read_hostfile
-from omnireduce.launch.output import Prefixed, Stream
+from omnireduce.launch.output import PrefixedOutput, TextSink
 from omnireduce.optimizers.saved_state import Save, SavedParts, publish_part, write_part
 from omnireduce.programs.library.schedules import schedules
 from omnireduce.support.config import Security, Trace, check_config, load_config
@@ -177,7 +177,7 @@ def _logged(path: str) -> None:
 WRITERS: dict[str, Callable[[str], object]] = {
     "a file": lambda path: write_file(b"", path),
     "a folder": make_folder,
-    "--output-filename": lambda path: Prefixed({STDOUT: Stream(str)}, folder=path, ranks=1).close(),
+    "--output-filename": lambda path: PrefixedOutput({STDOUT: TextSink(str)}, folder=path, ranks=1).close(),
     "the state of an optimizer": _saved,
     "--log": _logged,
     "a program as a file": lambda path: schedules("adam")["rs-c-ag"].codegen(path, target="mpi4py", schedule="rs-c-ag"),
@@ -215,7 +215,7 @@ def test_paths_of_a_launch(home: Path) -> None:
     for name, text in (("hosts", "node1 slots=2\r\n"), ("key", ""), ("find.sh", ""), ("c.toml", "")):
         (home / name).write_text(text)
     (home / "launch.yaml").write_text("hostfile: hosts\noutput-filename: out\nssh-identity-file: key\n")
-    request = read_words(["--config-file", "~/launch.yaml", "--config", "~/c.toml", "--timeline", "~/t", "true"])
+    request = parse_command_line(["--config-file", "~/launch.yaml", "--config", "~/c.toml", "--timeline", "~/t", "true"])
     assert request.hosts == [Host("node1", 2)]
     assert (request.output_folder, request.ssh) == (str(home / "out"), f"ssh -i {home / 'key'}")
     assert request.environ["OMNIREDUCE_CONFIG"] == str(home / "c.toml")
@@ -226,7 +226,7 @@ def test_paths_of_a_launch(home: Path) -> None:
         ("find.sh", "find.sh"),
     ):
         words = ["--min-np", "1", "--host-discovery-script", name, "true"]
-        assert read_words(words).discovery_script == str(script)
+        assert parse_command_line(words).discovery_script == str(script)
 
 
 @pytest.mark.usefixtures("nowhere")

@@ -57,7 +57,7 @@ def script(folder: Path, text: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic_job, "LOOK_S", 0.0)
+    monkeypatch.setattr(elastic_job, "SCRIPT_PAUSE_S", 0.0)
 
 
 def test_a_script_that_cannot_be_executed_for_a_moment_is_tried_again(
@@ -67,7 +67,7 @@ def test_a_script_that_cannot_be_executed_for_a_moment_is_tried_again(
     looks = Discovery(str(path), 3)
     for mode in (0o700, 0o600, 0o700):
         path.chmod(mode)
-        looks.look(job)
+        looks.start_if_due(job)
         job.wait()
     assert job.taken == [[Host("node1", 2), Host("node2", 3)]] * 2
     [record] = caplog.records
@@ -77,7 +77,7 @@ def test_a_script_that_cannot_be_executed_for_a_moment_is_tried_again(
 
 def test_a_script_that_was_never_executed_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host-discovery-script .*: No such file"):
-        Discovery(str(tmp_path / "none"), 1).look(Taker())
+        Discovery(str(tmp_path / "none"), 1).start_if_due(Taker())
 
 
 def test_the_end_of_the_script_counts_not_that_of_its_output(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_the_end_of_the_script_counts_not_that_of_its_output(tmp_path: Path) -> 
         tmp_path, f"echo node1:2; exec 3>&1 >&-; sleep 1000 >&3 & echo $! >{pid_file}; exec 3>&-; read x <{gate}"
     )
     looks = Discovery(str(path), 1)
-    looks.look(job)
+    looks.start_if_due(job)
     with gate.open("wb") as writer:  # once the script reads
         job.wait(until=lambda: not job.taken)
         writer.write(b"\n")
@@ -105,15 +105,15 @@ def test_what_the_script_has_started_ends_with_it(
     looks = Discovery(
         str(script(tmp_path, f"sleep 1000 & echo $! >{pid_file}.new; mv {pid_file}.new {pid_file}; wait")), 1
     )
-    looks.look(job)
+    looks.start_if_due(job)
     assert eventually(pid_file.exists)
     child = int(pid_file.read_text())
     assert runs(child)
     if how == "late":
-        looks.look(job)  # not yet
+        looks.start_if_due(job)  # not yet
         assert runs(child)
         monkeypatch.setattr(elastic_job, "SCRIPT_S", 0.0)
-        looks.look(job)
+        looks.start_if_due(job)
         assert "it took more than 0 s" in caplog.text
     else:
         looks.close()

@@ -12,9 +12,9 @@ import pytest
 from launches import ENDS_WELL, are_gone, launched, python, run
 from local_cluster import READY_S, SETTLE, WAIT_S
 
-from omnireduce.launch.command import read_words
+from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.elastic_job import ElasticJob
-from omnireduce.launch.output import Prefixed
+from omnireduce.launch.output import PrefixedOutput
 from omnireduce.launch.rank_variables import Rank
 
 GATE = """
@@ -190,9 +190,9 @@ def test_an_end_that_somebody_asked_for_is_not_that_of_the_training(tmp_path: Pa
 
 
 def test_which_end_is_that_of_the_training() -> None:
-    request = read_words(["--min-np", "1", "-np", "3", "true"])
+    request = parse_command_line(["--min-np", "1", "-np", "3", "true"])
     connection: Any = SimpleNamespace(host="localhost", send=lambda _: None)
-    with ElasticJob(request, Prefixed({}), []) as job:
+    with ElasticJob(request, PrefixedOutput({}), []) as job:
         job.ranks = {number: Rank(number, connection) for number in range(3)}
         for number, was_asked in ((0, True), (1, True), (2, False)):
             assert not job._is_finishing
@@ -203,9 +203,9 @@ def test_which_end_is_that_of_the_training() -> None:
 
 
 def test_of_ranks_that_fail_after_one_has_ended_well_the_first_counts() -> None:
-    request = read_words(["--min-np", "1", "-np", "4", "true"])
+    request = parse_command_line(["--min-np", "1", "-np", "4", "true"])
     connection: Any = SimpleNamespace(host="localhost")
-    with ElasticJob(request, Prefixed({}), []) as job:
+    with ElasticJob(request, PrefixedOutput({}), []) as job:
         job.ranks = {number: Rank(number, connection) for number in range(4)}
         for number, status, expected in ((0, 0, 0), (1, 3, 3), (2, -9, 3), (3, 4, 3)):
             job.ranks[number].status = status

@@ -14,9 +14,9 @@ from local_cluster import ROOT
 
 from omnireduce import ConfigError, UsageError
 from omnireduce.__main__ import main
-from omnireduce.launch.command import read_words
+from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.command import run as command
-from omnireduce.launch.flags import MAPPED, REFUSED, Refused, read_yaml
+from omnireduce.launch.flags import MAPPED, REFUSED, RefusedFlag, read_yaml
 from omnireduce.launch.functions import read_keywords
 from omnireduce.launch.hosts import report_available
 from omnireduce.launch.plan import LaunchRequest, shards_to_start
@@ -95,13 +95,13 @@ def test_what_is_no_number_is_said(flag: str, value: str, reason: str) -> None:
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=lambda refused: refused.flags)
-def test_a_flag_without_meaning_says_what_does_its_work(refused: Refused) -> None:
+def test_a_flag_without_meaning_says_what_does_its_work(refused: RefusedFlag) -> None:
     value = ["1"] if refused.has_value else []
     assert complaint("-np", "1", refused.flags, *value, "true") == f"{refused.flags}: {refused.reason}"
 
 
 def test_flags_of_horovod_set_its_variables() -> None:
-    result = read_words([
+    result = parse_command_line([
         "-np", "2", "--fusion-threshold-mb", "32", "--cycle-time-ms", "2.5", "--timeline-filename", "/t.json",
         "--no-stall-check", "--stall-check-warning-time-seconds", "9", "--stall-check-shutdown-time-seconds", "0",
         "--gloo-timeout-seconds", "45", "--log-level", "WARNING", "true",
@@ -119,14 +119,14 @@ def test_flags_of_horovod_set_its_variables() -> None:
     }
     assert result.config.log.level == "warning"
     assert result.config.cluster.join_timeout_s == 45
-    assert read_words(["-np", "2", "--timeline", "/t.json", "true"]).environ["HOROVOD_TIMELINE"] == "/t.json"
+    assert parse_command_line(["-np", "2", "--timeline", "/t.json", "true"]).environ["HOROVOD_TIMELINE"] == "/t.json"
 
 
 def test_a_timeline_may_be_begun_later() -> None:
     """Horovod's word for that is no file."""
-    result = read_words(["-np", "2", "--timeline-filename", "DYNAMIC", "true"])
+    result = parse_command_line(["-np", "2", "--timeline-filename", "DYNAMIC", "true"])
     assert result.environ["HOROVOD_TIMELINE"] == result.config.trace.timeline == "DYNAMIC"
-    named = read_words(["-np", "2", "--timeline-filename", "dynamic.json", "true"])
+    named = parse_command_line(["-np", "2", "--timeline-filename", "dynamic.json", "true"])
     assert named.environ["HOROVOD_TIMELINE"] == os.path.abspath("dynamic.json")
 
 
@@ -134,13 +134,13 @@ def test_a_check_may_be_turned_on_again(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
     path = tmp_path / "run.yaml"
     path.write_text("stall_check: {enabled: true}\n")
-    assert read_words(["-np", "2", "true"]).config.stall.warn_s == 0
+    assert parse_command_line(["-np", "2", "true"]).config.stall.warn_s == 0
     for words in (["--stall-check"], ["--config-file", str(path)]):
-        assert read_words(["-np", "2", *words, "true"]).config.stall.warn_s > 0
+        assert parse_command_line(["-np", "2", *words, "true"]).config.stall.warn_s > 0
 
 
 def test_short_names_of_flags() -> None:
-    assert read_words(["-np", "2", "-prefix-timestamp", "true"]).timestamps
+    assert parse_command_line(["-np", "2", "-prefix-timestamp", "true"]).timestamps
     output = CliRunner().invoke(main, ["--version"]).output
     assert [CliRunner().invoke(main, ["run", flag]).output for flag in ("-v", "--version")] == [output, output]
 
@@ -158,32 +158,32 @@ def test_limits_of_time_may_be_variables(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "77")
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "88")
     monkeypatch.setattr(horovod, "_said", False)
-    result = read_words(["-np", "2", "true"])
+    result = parse_command_line(["-np", "2", "true"])
     assert (result.start_timeout_s, result.elastic_timeout_s) == (77, 88)
-    result = read_words(["-np", "2", "--start-timeout", "7", "--elastic-timeout", "8", "true"])
+    result = parse_command_line(["-np", "2", "--start-timeout", "7", "--elastic-timeout", "8", "true"])
     assert (result.start_timeout_s, result.elastic_timeout_s) == (7, 8)
     assert not caplog.records
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "soon")
     with pytest.raises(click.BadParameter, match="'soon' is not"):
-        read_words(["-np", "2", "true"])
+        parse_command_line(["-np", "2", "true"])
 
 
 def test_a_yaml_file_names_the_controller(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     words = ["-np", "2", "--config-file", str(path)]
     path.write_text("controller: MPI\nlogging: {with_timestamp: true}\nlibrary_options: {ccl_bgt_affinity: null}\n")
-    assert read_words([*words, "true"]).launcher == "mpirun"
-    assert read_words([*words, "--gloo", "true"]).launcher == ""
-    assert read_words([*words, "--launcher", "ssh", "true"]).launcher == "ssh"
+    assert parse_command_line([*words, "true"]).launcher == "mpirun"
+    assert parse_command_line([*words, "--gloo", "true"]).launcher == ""
+    assert parse_command_line([*words, "--launcher", "ssh", "true"]).launcher == "ssh"
     path.write_text("controller: gloo\n")
-    assert read_words([*words, "true"]).launcher == ""
-    assert read_words([*words, "--mpi", "true"]).launcher == "mpirun"
+    assert parse_command_line([*words, "true"]).launcher == ""
+    assert parse_command_line([*words, "--mpi", "true"]).launcher == "mpirun"
 
 
 def test_options_are_for_ranks_too(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text("[log]\nlevel = 'error'\n")
-    result = read_words(
+    result = parse_command_line(
         ["-np", "2", "--config", str(path), "--set", "protocol.slots=9", "--tcp", "-x", "A=b=c", "true", "-np"]
     )
     assert result.words == ("true", "-np")
@@ -208,7 +208,7 @@ logging: {level: ERROR}
 def test_a_yaml_file_gives_what_the_command_line_does_not(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(YAML)
-    result = read_words(["--config-file", str(path), "--cycle-time-ms", "1", "true"])
+    result = parse_command_line(["--config-file", str(path), "--cycle-time-ms", "1", "true"])
     assert (result.ranks, [host.slots for host in result.hosts], result.verbose) == (4, [4], True)
     assert result.environ["HOROVOD_FUSION_THRESHOLD"] == str(8 << 20)
     assert result.environ["HOROVOD_CYCLE_TIME"] == "1"
@@ -266,14 +266,14 @@ def test_who_serves_a_job(hosts: int, change: dict[str, Any], shards: int) -> No
         *(["--set", "cluster.aggregators=node:7400"] if change.pop("configured", False) else []),
         "true",
     ]
-    result = read_words(words)
+    result = parse_command_line(words)
     expected = LaunchRequest(words=result.words, ranks=1, config=result.config, **change)
     assert shards_to_start(expected, hosts) == shards
 
 
 def test_an_aggregator_of_rank_0_serves_one_host() -> None:
     request = LaunchRequest(
-        words=["true"], ranks=2, config=read_words(["-np", "2", "true"]).config, aggregators="embedded"
+        words=["true"], ranks=2, config=parse_command_line(["-np", "2", "true"]).config, aggregators="embedded"
     )
     with pytest.raises(ConfigError, match="--aggregators embedded: the ranks are on 2 hosts"):
         shards_to_start(request, 2)

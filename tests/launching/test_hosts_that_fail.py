@@ -21,7 +21,7 @@ from omnireduce.launch.connection import (
     AGGREGATOR,
     CHUNK,
     MAGIC,
-    MOST_SAID,
+    MAX_REASON_CHARACTERS,
     RESULT,
     STDOUT,
     Connection,
@@ -35,7 +35,7 @@ from omnireduce.launch.connection import (
     frame,
 )
 from omnireduce.launch.job import InterruptedLaunchError, Job
-from omnireduce.launch.output import Descriptor, Prefixed, Stream
+from omnireduce.launch.output import DescriptorSink, PrefixedOutput, TextSink
 
 GREETING = Greeting(1, 40000)
 START = Start(0, [b"true"], {}, b"/")
@@ -59,7 +59,7 @@ say(zlib.decompress({zlib.compress(b"".join(texts))!r}))
 def job_on(*supervisors: list[str], grace_s: float = 0.0) -> Iterator[Job]:
     """A job on hosts a, b, ... with these supervisors."""
     hosts = [Connection(name, words, is_remote=True) for name, words in zip("abc", supervisors, strict=False)]
-    with Job(hosts, Prefixed({STDOUT: Stream(str)}), grace_s=grace_s) as job:
+    with Job(hosts, PrefixedOutput({STDOUT: TextSink(str)}), grace_s=grace_s) as job:
         job.greet(READY_S)
         yield job
 
@@ -74,7 +74,7 @@ def job_on(*supervisors: list[str], grace_s: float = 0.0) -> Iterator[Job]:
         Ended(0, 1 << 40),
         Started(0, -1),
         Started(-(1 << 40), 1),
-        RankFailed(0, "x" * (MOST_SAID + 1)),
+        RankFailed(0, "x" * (MAX_REASON_CHARACTERS + 1)),
         Greeting(1, 1 << 20),
         (1 << 31).to_bytes(4, "big"),
         b"\0\0\0\1\xc1",
@@ -153,10 +153,10 @@ def test_a_reader_that_takes_nothing_holds_up_no_interrupted_launch() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     os.write(writer, bytes(1 << 20))
-    sink = Descriptor(writer)
-    with Job([], Prefixed({STDOUT: sink}), grace_s=0, descriptors=[sink]) as job:
+    sink = DescriptorSink(writer)
+    with Job([], PrefixedOutput({STDOUT: sink}), grace_s=0, descriptors=[sink]) as job:
         sink.add(b"the last line\n")
-        os.write(job._wakes.fileno(), bytes([signal.SIGINT] * 2))
+        os.write(job._wake_writer.fileno(), bytes([signal.SIGINT] * 2))
     assert sink.waits
     for each in (reader, writer):
         os.close(each)

@@ -18,8 +18,8 @@ from omnireduce.errors import ConfigError
 from omnireduce.launch import other_launchers
 from omnireduce.launch.hosts import Host
 from omnireduce.launch.job import InterruptedLaunchError, Job
-from omnireduce.launch.other_launchers import _is_open_mpi, words_of, wrapped
-from omnireduce.launch.output import Plain
+from omnireduce.launch.other_launchers import _is_open_mpi, launcher_command, wrap_command
+from omnireduce.launch.output import UnchangedOutput
 from omnireduce.launch.plan import LaunchRequest
 from omnireduce.runtime.rank.launcher_detection import detect_launch, launch_id
 from omnireduce.support.config import Config
@@ -93,7 +93,7 @@ def fake(folder: Path, name: str, says: str) -> dict[str, str]:
 @pytest.fixture
 def idle() -> Iterator[Job]:
     """A job without hosts, in which something can be waited for."""
-    with Job([], Plain({}), grace_s=0) as job:
+    with Job([], UnchangedOutput({}), grace_s=0) as job:
         yield job
 
 
@@ -104,7 +104,7 @@ def request_for(launcher: str, *hosts: Host) -> LaunchRequest:
 def test_open_mpi_passes_names_of_variables_only(tmp_path: Path, idle: Job) -> None:
     environ = fake(tmp_path, "mpirun", "mpirun (Open MPI) 4.1.4")
     assert _is_open_mpi(environ, idle)
-    words = words_of(request_for("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
+    words = launcher_command(request_for("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:5] == ["mpirun", "-n", "4", "-H", "a:2,b:2"]
     assert words[5:10] == ["-x", "OMNIREDUCE_SECURITY_SECRET", "-x", "PATH", "--more"]
     assert "s" * 32 not in " ".join(words)
@@ -120,28 +120,28 @@ def test_an_mpirun_that_does_not_end_is_waited_for_no_longer(
     monkeypatch.setattr(other_launchers, "_LOOK_S", 1000.0 if is_interrupted else 0.1)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     if is_interrupted:
-        os.write(idle._wakes.fileno(), bytes([signal.SIGINT]))
+        os.write(idle._wake_writer.fileno(), bytes([signal.SIGINT]))
     with pytest.raises(InterruptedLaunchError if is_interrupted else ConfigError):
         _is_open_mpi(environ, idle)
 
 
 def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path, idle: Job) -> None:
     environ = fake(tmp_path, "mpirun", "HYDRA build details:")
-    words = words_of(request_for("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
+    words = launcher_command(request_for("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:6] == ["mpirun", "-n", "4", "-hosts", "a:2,b:2", "--more"]
     environ = fake(tmp_path, "srun", "")
-    words = words_of(request_for("srun", Host("a", 2), Host("b", 2)), environ, idle)
+    words = launcher_command(request_for("srun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:6] == ["srun", "--ntasks=4", "--export=ALL", "--nodelist=a,b", "--nodes=2", "--more"]
     environ = fake(tmp_path, "torchrun", "")
     with pytest.raises(ConfigError, match="--launcher torchrun starts ranks on one host only"):
-        words_of(request_for("torchrun", Host("a", 2), Host("b", 2)), environ, idle)
+        launcher_command(request_for("torchrun", Host("a", 2), Host("b", 2)), environ, idle)
 
 
 @pytest.mark.parametrize("more", [{"SLURM_NODEID": "9" * 5000, "SLURM_STEP_NUM_NODES": "2"}, {"PMI_SIZE": "x"}])
 def test_what_a_launcher_says_wrongly_is_named_in_a_line(more: dict[str, str]) -> None:
     environ = {"PMI_RANK": "0", "PMI_SIZE": "2"} | more
     result = subprocess.run(
-        wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S
+        wrap_command(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S
     )
     assert result.returncode == 2
     [line] = result.stderr.splitlines()
@@ -152,7 +152,7 @@ def test_what_a_launcher_says_wrongly_is_named_in_a_line(more: dict[str, str]) -
 def test_ranks_of_a_launcher_that_nobody_knows_are_not_told_that_each_is_alone() -> None:
     environ = {"PMIX_RANK": "1"}
     result = subprocess.run(
-        wrapped(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S
+        wrap_command(["true"]), env=environ, capture_output=True, text=True, check=False, timeout=READY_S
     )
     assert result.returncode == 2
     assert result.stderr.startswith(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from omnireduce import ConfigError
 from omnireduce.launch.connection import STDERR, STDOUT
-from omnireduce.launch.output import LINE, Descriptor, Lines, Prefixed
+from omnireduce.launch.output import LINE, DescriptorSink, LineSplitter, PrefixedOutput
 
 
 class Kept:
@@ -27,9 +27,9 @@ class Kept:
         self.data += data
 
 
-def collected(**options: object) -> tuple[Prefixed, Kept, Kept]:
+def collected(**options: object) -> tuple[PrefixedOutput, Kept, Kept]:
     out, err = Kept(), Kept()
-    return Prefixed({STDOUT: out, STDERR: err}, **options), out, err  # type: ignore[arg-type]
+    return PrefixedOutput({STDOUT: out, STDERR: err}, **options), out, err  # type: ignore[arg-type]
 
 
 def test_lines_wait_for_their_end() -> None:
@@ -50,7 +50,7 @@ def test_times_stand_before_the_rank() -> None:
 
 
 def test_each_state_of_a_progress_bar_is_a_line() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     assert list(lines.feed(b"\r10%\r20%\r")) == [b"10%"]
     assert list(lines.feed(b"\ndone\r\n\n")) == [b"20%", b"done", b""]
     assert lines.rest() == b""
@@ -59,7 +59,7 @@ def test_each_state_of_a_progress_bar_is_a_line() -> None:
 @given(st.text("ab\n", max_size=60).map(str.encode), st.data())
 def test_lines_do_not_depend_on_pieces(text: bytes, data: st.DataObject) -> None:
     cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text))))})
-    lines, received = Lines(), []
+    lines, received = LineSplitter(), []
     for start, end in pairwise(cuts):
         received += lines.feed(text[start:end])
     assert received == text.split(b"\n")[:-1]
@@ -67,7 +67,7 @@ def test_lines_do_not_depend_on_pieces(text: bytes, data: st.DataObject) -> None
 
 
 def test_a_line_without_end_is_cut() -> None:
-    lines = Lines()
+    lines = LineSplitter()
     results = list(lines.feed(b"x" * (3 * LINE + 5)))
     assert [len(result) for result in results] == [LINE] * 3
     assert list(lines.feed(b"y\n")) == [b"xxxxxy"]
@@ -88,7 +88,7 @@ def test_files_have_what_ranks_wrote_as_it_was(tmp_path: Path) -> None:
 def test_a_descriptor_that_takes_nothing_holds_nobody_up() -> None:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    sink = Descriptor(writer, most=1000)
+    sink = DescriptorSink(writer, limit_bytes=1000)
     data = b"z" * 200_000
     sink.add(data)
     assert sink.is_full
@@ -108,7 +108,7 @@ def test_a_descriptor_that_takes_nothing_holds_nobody_up() -> None:
 def test_what_no_selector_waits_for_takes_at_once(tmp_path: Path) -> None:
     for path in (os.devnull, tmp_path / "file"):
         with open(path, "wb") as file:
-            sink = Descriptor(file.fileno())
+            sink = DescriptorSink(file.fileno())
             assert sink.always_takes
             sink.add(b"x" * 100_000)
             assert not sink.waits
@@ -117,7 +117,7 @@ def test_what_no_selector_waits_for_takes_at_once(tmp_path: Path) -> None:
 
 def test_a_full_disk_loses_output_and_ends_no_job(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with open("/dev/full", "wb", buffering=0) as file:
-        sink = Descriptor(file.fileno())
+        sink = DescriptorSink(file.fileno())
         sink.add(b"one\n")
         sink.add(b"two\n")
         assert not sink.waits
