@@ -18,7 +18,7 @@ def make_access(config: Config) -> Access:
     unless `security.allow_no_secret` allows that.
     """
     teams, listen = load_teams(config.security), config.aggregator.listen
-    reach = "" if teams is not None or config.security.allow_no_secret else beyond_loopback(listen)
+    reach = "" if teams is not None or config.security.allow_no_secret else text_of_reach(listen)
     if reach:
         raise ConfigError(
             f"aggregator.listen: {listen} {reach}, and without a secret all of them may join: "
@@ -29,12 +29,19 @@ def make_access(config: Config) -> Access:
 
 def count_changes(before: Access, after: Access) -> dict[str, int]:
     """Count the teams, the secrets, the new secrets, and the secrets that are gone."""
-    old, now = (set() if access.teams is None else access.teams.known for access in (before, after))
+    secrets_before, secrets_after = (
+        set() if access.teams is None else access.teams.known for access in (before, after)
+    )
     teams = 0 if after.teams is None else len(after.teams)
-    return {"teams": teams, "secrets": len(now), "new": len(now - old), "gone": len(old - now)}
+    return {
+        "teams": teams,
+        "secrets": len(secrets_after),
+        "new": len(secrets_after - secrets_before),
+        "gone": len(secrets_before - secrets_after),
+    }
 
 
-def beyond_loopback(listen: str) -> str:
+def text_of_reach(listen: str) -> str:
     """The text that says why other hosts can, or could, reach the address `listen`; empty for a loopback address."""
     try:
         host = where_to_listen(parse_listen(listen).host).host

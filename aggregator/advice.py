@@ -23,8 +23,16 @@ from omnireduce.support.addresses import (
 )
 from omnireduce.support.config import Config
 
-_USED = ("transport", "verbs", "aggregator", "security", "metrics", "trace", "log")  # sections that a daemon reads
-_OF_PAGES = ("token_file", "tls_certificate", "tls_key", "tls_ca")
+_SECTIONS_READ = (
+    "transport",
+    "verbs",
+    "aggregator",
+    "security",
+    "metrics",
+    "trace",
+    "log",
+)  # sections that a daemon reads
+_PAGE_KEYS = ("token_file", "tls_certificate", "tls_key", "tls_ca")
 
 
 def advice(config: Config, access: Access) -> Iterator[tuple[str, str]]:
@@ -36,49 +44,49 @@ def advice(config: Config, access: Access) -> Iterator[tuple[str, str]]:
             f"security.teams_folder: {folder} has no team, and there is no other secret: nobody can join",
         )
     if not config.metrics.listen:
-        for name in _OF_PAGES:
+        for name in _PAGE_KEYS:
             if getattr(config.metrics, name):
                 yield "no_effect", f"metrics.{name} has no effect: metrics.listen is not set, so there are no pages"
     if config.security.team:
         team = config.security.team
         yield "no_effect", f"security.team has no effect on an aggregator, which admits more than team {team}"
-    yield from _why_hidden(config.aggregator.listen)
+    yield from _loopback_warnings(config.aggregator.listen)
 
 
-def _why_hidden(listen: str) -> Iterator[tuple[str, str]]:
+def _loopback_warnings(listen: str) -> Iterator[tuple[str, str]]:
     """Yield a warning if the host name to listen at resolves to loopback on this host."""
     host, port = parse_listen(listen)
     with suppress(OSError):  # it cannot be looked up just now
-        at = where_to_listen(host).host
-        if not is_numeric(host) and not is_loopback(host) and is_loopback(at):
-            own = " or ".join(own_addresses()) or "an address"
-            how = f"listen at :{port}, or at {own} with this port"
-            text = f"aggregator.listen: {host} is {at} on this host, which no other host reaches: {how}"
+        address = where_to_listen(host).host
+        if not is_numeric(host) and not is_loopback(host) and is_loopback(address):
+            own_address = " or ".join(own_addresses()) or "an address"
+            advice_text = f"listen at :{port}, or at {own_address} with this port"
+            text = f"aggregator.listen: {host} is {address} on this host, which no other host reaches: {advice_text}"
             yield "listen_loopback", text
 
 
-def changed(running: Config, now: Config) -> list[str]:
+def changed_settings(running: Config, new_config: Config) -> list[str]:
     """The settings of a daemon that differ, each with its old and its new value."""
     return [
         f"{section}.{name} ({show(msgspec.to_builtins(old))}, now {show(msgspec.to_builtins(new))})"
-        for section in _USED
+        for section in _SECTIONS_READ
         for name in getattr(running, section).__struct_fields__
-        if (old := getattr(getattr(running, section), name)) != (new := getattr(getattr(now, section), name))
+        if (old := getattr(getattr(running, section), name)) != (new := getattr(getattr(new_config, section), name))
     ]
 
 
-def refuse_itself_as_upstream(upstream: Sequence[str], own: Sequence[str]) -> None:
-    """Raise ConfigError if an `upstream` address is one of the daemon's `own`."""
+def refuse_itself_as_upstream(upstream: Sequence[str], own_addresses: Sequence[str]) -> None:
+    """Raise ConfigError if an `upstream` address is one of the daemon's `own_addresses`."""
     for address in upstream:
-        if any(_is_the_same(address, own_address) for own_address in own):
+        if any(_is_the_same(address, own_address) for own_address in own_addresses):
             raise ConfigError(f"aggregator.upstream: {address} is this aggregator itself, expected the one above it")
 
 
-def _is_the_same(address: str, own: str) -> bool:
-    (host, port), (listens, at) = parse_address(address), parse_address(own)
+def _is_the_same(address: str, own_address: str) -> bool:
+    (host, port), (own_host, own_port) = parse_address(address), parse_address(own_address)
     targets: list[Target] = []
     with suppress(OSError):  # it may become known later
-        targets = look_up(host) if port == at else []
-    if is_wildcard(listens):
+        targets = look_up(host) if port == own_port else []
+    if is_wildcard(own_host):
         return any(map(is_own, targets))
-    return bool(targets) and where_to_listen(listens).host in {target.host for target in targets}
+    return bool(targets) and where_to_listen(own_host).host in {target.host for target in targets}

@@ -1,7 +1,7 @@
 """The supervisor's child processes.
 
-Each child has a line to the supervisor (`line`), and a pipe for the stacks of its threads, if it hangs. A child that
-dies is started again, but not too often: see `Deaths`.
+Each child has a channel to the supervisor, and a pipe for the stacks of its threads, if it hangs. A child that dies is
+started again, but not too often: see `Deaths`.
 """
 
 from __future__ import annotations
@@ -47,48 +47,48 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 class ChannelEnd:
     """One end of the channel. No call blocks."""
 
-    def __init__(self, end: socket.socket) -> None:
-        end.setblocking(False)
-        self._end, self.over = end, False
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket, self.is_closed = sock, False
 
     @classmethod
     def pair(cls) -> tuple[ChannelEnd, ChannelEnd]:
         """The two ends of a new channel."""
-        one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        return cls(one), cls(other)
+        supervisor_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(supervisor_end), cls(child_end)
 
     def fileno(self) -> int:
-        return self._end.fileno()
+        return self._socket.fileno()
 
-    def say(self, message: Message) -> bool:
+    def send(self, message: Message) -> bool:
         """Send a message; return whether the other end will get it."""
         try:
-            self._end.send(msgspec.msgpack.encode(message))
+            self._socket.send(msgspec.msgpack.encode(message))
         except OSError:  # it is gone, or has not read for long
             return False
         return True
 
-    def hear(self) -> Iterator[Message]:
+    def receive(self) -> Iterator[Message]:
         """Yield the messages that have arrived. Sets `over` if the other end is closed."""
         for _ in range(AT_ONCE):
             try:
-                packet = self._end.recv(LONGEST)
+                packet = self._socket.recv(LONGEST)
             except BlockingIOError:
                 return
             except OSError:  # it died with messages unread
                 packet = b""
             if not packet:
-                self.over = True
+                self.is_closed = True
                 return
             yield _decoder.decode(packet)
 
     def close(self) -> None:
-        self._end.close()
+        self._socket.close()
 
 
 RESTART_WINDOW_S = 60.0
 RESTARTS_PER_WINDOW = 5
-WHERE = signal.SIGUSR1  # lets a child write the stacks of its threads into a pipe
+STACKS_SIGNAL = signal.SIGUSR1  # lets a child write the stacks of its threads into a pipe
 STACKS_S, PAUSE_S = 1.0, 0.1  # the longest wait for the first bytes of the stacks, and for further bytes
 STACKS_BYTES = 1 << 16
 
@@ -97,23 +97,23 @@ class Deaths:
     """Counts deaths within the last RESTART_WINDOW_S."""
 
     def __init__(self) -> None:
-        self._at: list[float] = []
+        self._times: list[float] = []
 
     @property
     def count(self) -> int:
-        return len(self._at)
+        return len(self._times)
 
-    def one_too_many(self) -> bool:
+    def count_death(self) -> bool:
         """Count a death that happened now; return whether there were too many."""
         now = time.monotonic()
-        self._at = [at for at in self._at if now - at < RESTART_WINDOW_S] + [now]
+        self._times = [death_at for death_at in self._times if now - death_at < RESTART_WINDOW_S] + [now]
         return self.count > RESTARTS_PER_WINDOW
 
 
 @dataclass(eq=False)
 class Child:
-    """A process that runs `run(line)`, which returns once the other end of its line is closed. `address` is where it
-    serves."""
+    """A process that runs `run(channel)`, which returns once the other end of the channel is closed. `address` is where
+    it serves."""
 
     kind: Literal["shard", "monitor"]
     address: str
@@ -121,7 +121,7 @@ class Child:
     deaths: Deaths
     watch: HeartbeatWatch | None  # None: the child takes no turns, as the monitor
     process: ForkProcess
-    line: ChannelEnd  # the supervisor's end
+    channel: ChannelEnd  # the supervisor's end
     stacks: int  # the descriptor from which its stacks are read
 
     @property
@@ -129,7 +129,7 @@ class Child:
         return f"{self.kind} {self.address}"
 
 
-class Family:
+class Children:
     """All children, in the order of their first start."""
 
     def __init__(self) -> None:
@@ -145,26 +145,26 @@ class Family:
         watch: HeartbeatWatch | None = None,
     ) -> None:
         """Fork one more child."""
-        process, line, stacks = self._forked(f"{kind} {address}", run)
-        self.members.append(Child(kind, address, run, deaths, watch, process=process, line=line, stacks=stacks))
+        process, channel, stacks = self._fork(f"{kind} {address}", run)
+        self.members.append(Child(kind, address, run, deaths, watch, process=process, channel=channel, stacks=stacks))
 
     def restart(self, child: Child) -> None:
         """Fork a child again after its end."""
-        child.process, child.line, child.stacks = self._forked(child.name, child.run)
+        child.process, child.channel, child.stacks = self._fork(child.name, child.run)
         if child.watch is not None:
-            child.watch.begin_anew()
+            child.watch.reset()
 
-    def hang_up(self) -> None:
+    def send_hangup(self) -> None:
         """Send SIGHUP to all living children, so that they read their files again."""
         for child in self.members:
             pid = child.process.pid
             if pid is not None and child.process.is_alive():
                 os.kill(pid, signal.SIGHUP)
 
-    def bury(self, child: Child) -> int:
+    def release(self, child: Child) -> int:
         """Release the resources of a child that has ended; return its exit status."""
         child.process.join()
-        _close(child)
+        _close_channel_and_pipe(child)
         status = child.process.exitcode
         assert status is not None
         return status
@@ -172,7 +172,7 @@ class Family:
     def stop(self, children: Sequence[Child], timeout_s: float) -> list[Child]:
         """Ask children to stop, and wait up to `timeout_s`; return those that had to be killed."""
         for child in children:
-            _close(child)
+            _close_channel_and_pipe(child)
         deadline, killed = time.monotonic() + timeout_s, []
         for child in children:
             child.process.join(max(0.0, deadline - time.monotonic()))
@@ -182,25 +182,25 @@ class Family:
                 killed.append(child)
         return killed
 
-    def _forked(self, name: str, run: Callable[[ChannelEnd], None]) -> tuple[ForkProcess, ChannelEnd, int]:
+    def _fork(self, name: str, run: Callable[[ChannelEnd], None]) -> tuple[ForkProcess, ChannelEnd, int]:
         ends = _Ends(*ChannelEnd.pair(), *os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC))  # the pipe never blocks the child
-        process = self._context.Process(target=self._live, args=(run, ends), name=name)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # pending until the child takes it
+        process = self._context.Process(target=self._run_child, args=(run, ends), name=name)
+        former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})  # pending until the child takes it
         process.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        ends.of_child.close()
-        os.close(ends.stacks_in)
-        return process, ends.of_supervisor, ends.stacks
+        signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
+        ends.child_end.close()
+        os.close(ends.stacks_write_end)
+        return process, ends.supervisor_end, ends.stacks
 
-    def _live(self, run: Callable[[ChannelEnd], None], ends: _Ends) -> None:
+    def _run_child(self, run: Callable[[ChannelEnd], None], ends: _Ends) -> None:
         signal.set_wakeup_fd(-1)
-        faulthandler.register(WHERE, ends.stacks_in, all_threads=True)
-        for line in (ends.of_supervisor, *(child.line for child in self.members)):
-            line.close()  # a copy of the supervisor's end here would keep the line open
+        faulthandler.register(STACKS_SIGNAL, ends.stacks_write_end, all_threads=True)
+        for channel in (ends.supervisor_end, *(child.channel for child in self.members)):
+            channel.close()  # a copy of the supervisor's end here would keep the channel open
         for stacks in (ends.stacks, *(child.stacks for child in self.members if child.stacks >= 0)):
             os.close(stacks)
-        run(ends.of_child)
-        ends.of_child.close()
+        run(ends.child_end)
+        ends.child_end.close()
 
 
 def process_count(config: Config) -> int:
@@ -209,28 +209,28 @@ def process_count(config: Config) -> int:
 
 
 class _Ends(NamedTuple):
-    of_supervisor: ChannelEnd
-    of_child: ChannelEnd
+    supervisor_end: ChannelEnd
+    child_end: ChannelEnd
     stacks: int
-    stacks_in: int  # the child's end
+    stacks_write_end: int  # the child's end
 
 
-def _close(child: Child) -> None:
+def _close_channel_and_pipe(child: Child) -> None:
     """Close the supervisor's ends, which makes the child stop."""
-    child.line.close()
+    child.channel.close()
     if child.stacks >= 0:
         os.close(child.stacks)
     child.stacks = -1
 
 
-def where_it_hangs(child: Child) -> str:
+def read_stacks(child: Child) -> str:
     """The stacks of a child's threads; empty when it cannot say, for example because it is stopped."""
     assert child.process.pid is not None
-    os.kill(child.process.pid, WHERE)
-    stacks, patience = b"", STACKS_S
-    while len(stacks) < STACKS_BYTES and wait([child.stacks], patience):
-        more = os.read(child.stacks, STACKS_BYTES)
-        if not more:
+    os.kill(child.process.pid, STACKS_SIGNAL)
+    stacks, wait_s = b"", STACKS_S
+    while len(stacks) < STACKS_BYTES and wait([child.stacks], wait_s):
+        data = os.read(child.stacks, STACKS_BYTES)
+        if not data:
             break
-        stacks, patience = stacks + more, PAUSE_S
+        stacks, wait_s = stacks + data, PAUSE_S
     return stacks.decode(errors="replace")

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from omnireduce.aggregator.heartbeats import LOOK_S
+from omnireduce.aggregator.heartbeats import CHECK_S
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.shard import begin_shard, make_server, open_listeners
 from omnireduce.errors import OmniReduceError
@@ -53,7 +53,7 @@ def main() -> None:
 def _serve(rank: socket.socket, order: Order, lifelines: Sequence[int]) -> None:
     config = order.config
 
-    def tell_progress(done_s: float, total_s: float) -> None:
+    def report_progress(done_s: float, total_s: float) -> None:
         if select.select(lifelines, [], [], 0)[0]:
             raise ConnectionResetError
         rank.send(encode(Compiling(done_s, total_s)))
@@ -62,7 +62,7 @@ def _serve(rank: socket.socket, order: Order, lifelines: Sequence[int]) -> None:
         listeners = open_listeners(*parse_address(config.aggregator.listen), config.transport.kind)
         begin_shard(config, listeners.name)
         if order.sums:
-            warm_up_aggregator(tell_progress)
+            warm_up_aggregator(report_progress)
         secret = secrets.token_bytes(SECRET_BYTES)
         server = make_server(listeners, config, Access(Teams({"": [Secret(secret)]})))
         rank.send(encode(Ready(listeners.address, secret)))
@@ -74,4 +74,4 @@ def _serve(rank: socket.socket, order: Order, lifelines: Sequence[int]) -> None:
         return
     for lifeline in lifelines:
         server.stop_after_jobs_when_readable(lifeline)  # the other ranks may leave later
-    server.serve(tell_left_out, LOOK_S)
+    server.serve(tell_left_out, CHECK_S)

@@ -31,11 +31,11 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from omnireduce.aggregator.children import ChannelEnd, process_count
-from omnireduce.aggregator.heartbeats import LOOK_S, Heartbeat
+from omnireduce.aggregator.heartbeats import CHECK_S, Heartbeat
 from omnireduce.aggregator.ignored_signals import ignore
-from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, head
+from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, headers_of
 from omnireduce.aggregator.metrics import Answers, ShardCollector
-from omnireduce.aggregator.page_access import ALL, CHALLENGES, Pages, make_pages
+from omnireduce.aggregator.page_access import CHALLENGES, OPEN_PAGES, Pages, make_pages
 from omnireduce.aggregator.reload_in_children import reload_on_hangup
 from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.safe_text import SHOWN, shown
@@ -78,16 +78,16 @@ class Monitor:
         config: Config,
         names: Sequence[str],
         addresses: Sequence[str],
-        pulses: Sequence[Heartbeat],
-        access: Pages = ALL,
+        heartbeats: Sequence[Heartbeat],
+        access: Pages = OPEN_PAGES,
         purpose: str = MONITOR,
     ) -> None:
         self.access, self._purpose = access, purpose
         self._names, self._addresses = names, [str(seen_from_here(parse_address(address))) for address in addresses]
-        self._config, self._pulses = config, pulses
-        self._places = threading.Semaphore(AT_ONCE)
+        self._config, self._heartbeats = config, heartbeats
+        self._waiting_requests = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
-        self._round: Future[Answers] | None = None  # the answers to come; None: no request to the shards is under way
+        self._answers_to_come: Future[Answers] | None = None  # None: no request to the shards is under way
         registry = CollectorRegistry()
         registry.register(ShardCollector(self._ask))
         self._metrics: _App = make_wsgi_app(registry)
@@ -95,15 +95,15 @@ class Monitor:
 
     def __call__(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
         """Answer one request, as WSGI wants it."""
-        pages: dict[str, _App] = {"/": self._show, "/metrics": self._metrics, "/readyz": self._ready}
+        pages: dict[str, _App] = {"/": self._show_live_page, "/metrics": self._metrics, "/readyz": self._show_readiness}
         path, host = environ["PATH_INFO"], environ.get("HTTP_HOST", "")
         if not self.access.answers_for(host):
             return _page(start, "403 Forbidden", NOT_THIS_HOST.format(host=shown(host[:SHOWN])))
         if path == "/healthz":
-            return self._alive(start)
+            return self._show_health(start)
         if path in ASSETS:
             name, kind = ASSETS[path]
-            return _answer(start, "200 OK", head(kind), asset(name))
+            return _answer(start, "200 OK", headers_of(kind), asset(name))
         if path not in pages:
             return _page(start, "404 Not Found", "try /, /metrics, /healthz or /readyz")
         if path in GUARDED and not self.access.admits(environ.get("HTTP_AUTHORIZATION", "")):
@@ -115,7 +115,7 @@ class Monitor:
             return _page(
                 start, "401 Unauthorized", text, *(("WWW-Authenticate", challenge) for challenge in CHALLENGES)
             )
-        if not self._places.acquire(blocking=False):
+        if not self._waiting_requests.acquire(blocking=False):
             return _page(start, "503 Service Unavailable", f"{AT_ONCE} requests wait for the shards already")
         try:
             return pages[path](environ, start)
@@ -125,44 +125,50 @@ class Monitor:
             text = "this request cannot be answered; the log of the aggregator says why"
             return _page(start, "500 Internal Server Error", text)
         finally:
-            self._places.release()
+            self._waiting_requests.release()
 
-    def _show(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
-        return _answer(start, "200 OK", head("text/html"), self._live.make(self._ask()))
+    def _show_live_page(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
+        return _answer(start, "200 OK", headers_of("text/html"), self._live.make(self._ask()))
 
-    def _alive(self, start: _Start) -> Iterable[bytes]:
+    def _show_health(self, start: _Start) -> Iterable[bytes]:
         now, limit_s = time.monotonic(), self._config.aggregator.watchdog_s
-        silent = {name: now - pulse.last for name, pulse in zip(self._names, self._pulses, strict=True) if pulse.last}
-        hang = [f"{name}: no turn for {seconds:.0f} s" for name, seconds in silent.items() if 0 < limit_s < seconds]
-        return _page(start, "503 Service Unavailable" if hang else "200 OK", "\n".join(hang) or "alive")
+        silent_s = {
+            name: now - heartbeat.last
+            for name, heartbeat in zip(self._names, self._heartbeats, strict=True)
+            if heartbeat.last
+        }
+        hanging = [
+            f"{name}: no turn for {seconds:.0f} s" for name, seconds in silent_s.items() if 0 < limit_s < seconds
+        ]
+        return _page(start, "503 Service Unavailable" if hanging else "200 OK", "\n".join(hanging) or "alive")
 
-    def _ready(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
+    def _show_readiness(self, environ: dict[str, Any], start: _Start) -> Iterable[bytes]:
         answers = self._ask().items()
-        wrong = [f"{name}: {answer}" for name, answer in answers if not isinstance(answer, Status)]
-        wrong += [
+        not_ready = [f"{name}: {answer}" for name, answer in answers if not isinstance(answer, Status)]
+        not_ready += [
             f"{name}: draining, takes no new jobs" for name, answer in answers if getattr(answer, "draining", False)
         ]
-        return _page(start, "503 Service Unavailable" if wrong else "200 OK", "\n".join(wrong) or "ready")
+        return _page(start, "503 Service Unavailable" if not_ready else "200 OK", "\n".join(not_ready) or "ready")
 
     def _ask(self) -> Answers:
         """Ask the shards and return their answers. Requests that come meanwhile share these answers."""
         with self._lock:
-            under_way, mine = self._round, Future[Answers]()
-            if under_way is None:
-                self._round = mine
-        if under_way is not None:
-            return under_way.result()
+            earlier, own = self._answers_to_come, Future[Answers]()
+            if earlier is None:
+                self._answers_to_come = own
+        if earlier is not None:
+            return earlier.result()
         try:
             timeout_s = self._config.metrics.timeout_s
             answers = ask_all(self._addresses, self._config, timeout_s, purpose=self._purpose)
-            mine.set_result(dict(zip(self._names, answers, strict=True)))
+            own.set_result(dict(zip(self._names, answers, strict=True)))
         except BaseException as error:
-            mine.set_exception(error)
+            own.set_exception(error)
             raise
         finally:
-            self._round = None
-        self._live.note(mine.result())
-        return mine.result()
+            self._answers_to_come = None
+        self._live.add_samples(own.result())
+        return own.result()
 
 
 def _page(start: _Start, status: str, text: str, *headers: tuple[str, str]) -> Iterable[bytes]:
@@ -192,36 +198,36 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()  # while a thread shuts a socket down, no other thread closes it
         self._silent: dict[socket.socket, Any] = {}  # addresses of clients that have said nothing and have no thread
         self._selector = selectors.DefaultSelector()
-        self._again_at: float | None = None  # when to listen again; None: it listens
+        self._listen_again_at: float | None = None  # when to listen again; None: it listens
 
     def serve(self, stop_pipe: int) -> None:
         """Serve until `stop_pipe` is closed."""
         with self._selector as selector:
-            selector.register(self.socket, selectors.EVENT_READ, self._welcome)
+            selector.register(self.socket, selectors.EVENT_READ, self._accept)
             selector.register(stop_pipe, selectors.EVENT_READ)
             while True:
-                for key, _ in selector.select(self._patience()):
+                for key, _ in selector.select(self._wait_s()):
                     if key.data is None:
-                        self._hang_up(float("inf"))
+                        self._close_overdue(float("inf"))
                         return
                     key.data()
-                self._hang_up(time.monotonic())
+                self._close_overdue(time.monotonic())
                 self._resume(time.monotonic())
                 tell_left_out()
 
-    def _patience(self) -> float:
+    def _wait_s(self) -> float:
         with self._lock:
             deadlines = list(islice(self._deadlines.values(), 1))
-        deadlines += [] if self._again_at is None else [self._again_at]
-        return max(0.0, min([LOOK_S, *(at - time.monotonic() for at in deadlines)]))
+        deadlines += [] if self._listen_again_at is None else [self._listen_again_at]
+        return max(0.0, min([CHECK_S, *(deadline - time.monotonic() for deadline in deadlines)]))
 
     def _resume(self, now: float) -> None:
         """Listen again, if it is time."""
-        if self._again_at is not None and now >= self._again_at:
-            self._again_at = None
-            self._selector.register(self.socket, selectors.EVENT_READ, self._welcome)
+        if self._listen_again_at is not None and now >= self._listen_again_at:
+            self._listen_again_at = None
+            self._selector.register(self.socket, selectors.EVENT_READ, self._accept)
 
-    def _welcome(self) -> None:
+    def _accept(self) -> None:
         """Accept waiting connections. Each gets a thread only when its client says something."""
         for _ in range(AT_ONCE):
             try:
@@ -229,15 +235,15 @@ class _Server(ThreadingMixIn, WSGIServer):
             except OSError as error:  # mostly: no further connection waits
                 if error.errno in NO_ROOM:  # the next connection would keep the socket readable
                     log.error("cannot accept a connection: %s", error, extra=tagged("accept_failed"))
-                    self._again_at = time.monotonic() + PAUSE_S
+                    self._listen_again_at = time.monotonic() + PAUSE_S
                     self._selector.unregister(self.socket)
                 return
             self._silent[request] = address
             with self._lock:
                 self._deadlines[request] = time.monotonic() + self._limit_s
-            self._selector.register(request, selectors.EVENT_READ, partial(self._begin, request))
+            self._selector.register(request, selectors.EVENT_READ, partial(self._start_thread, request))
 
-    def _begin(self, request: socket.socket) -> None:
+    def _start_thread(self, request: socket.socket) -> None:
         self._selector.unregister(request)
         address = self._silent.pop(request)
         try:
@@ -246,14 +252,14 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.handle_error(request, address)
             self.shutdown_request(request)
 
-    def _hang_up(self, now: float) -> None:
+    def _close_overdue(self, now: float) -> None:
         """Close connections whose time is over. If too many are silent, or too many are not, close the oldest."""
         with self._lock:
             speaking = [request for request in self._deadlines if request not in self._silent]
-            gone = {request for request, deadline in self._deadlines.items() if deadline <= now}
-            for many in (list(self._silent), speaking):
-                gone |= set(many[: max(0, len(many) - CONNECTIONS)])
-            for request in gone:
+            overdue = {request for request, deadline in self._deadlines.items() if deadline <= now}
+            for connections in (list(self._silent), speaking):
+                overdue |= set(connections[: max(0, len(connections) - CONNECTIONS)])
+            for request in overdue:
                 del self._deadlines[request]
                 if request in self._silent:
                     del self._silent[request]
@@ -301,14 +307,14 @@ def open_http(address: str) -> tuple[socket.socket, str]:
 
     Raises TransportError.
     """
-    wanted = parse_listen(address)
+    listen_address = parse_listen(address)
     try:
-        listener = listen(*wanted, BACKLOG)
+        listener = listen(*listen_address, BACKLOG)
     except OSError as error:
         raise TransportError(
-            f"metrics.listen: cannot listen on {wanted}: {why_cannot_listen(error, wanted)}"
+            f"metrics.listen: cannot listen on {listen_address}: {why_cannot_listen(error, listen_address)}"
         ) from error
-    return listener, str(Address(wanted.host, listener.getsockname()[1]))
+    return listener, str(Address(listen_address.host, listener.getsockname()[1]))
 
 
 def run_monitor(
@@ -319,18 +325,18 @@ def run_monitor(
     purpose: str,
     names: Sequence[str],
     addresses: Sequence[str],
-    pulses: Sequence[Heartbeat],
-    line: ChannelEnd,
+    heartbeats: Sequence[Heartbeat],
+    channel: ChannelEnd,
 ) -> None:
-    """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died. `access` says who
-    may read the pages."""
-    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the line
+    """Serve until `channel` is closed by the supervisor, or by the kernel because the supervisor died. `access` says
+    who may read the pages."""
+    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the channel
     start_logs(config.log, process_count(config))
     allow_all_descriptors()
-    monitor = Monitor(config, names, addresses, pulses, access=access, purpose=purpose)
+    monitor = Monitor(config, names, addresses, heartbeats, access=access, purpose=purpose)
 
     def reload() -> None:
         monitor.access = make_pages(config.metrics)
 
     reload_on_hangup(reload)
-    _Server(listener, monitor, CLIENT_S + config.metrics.timeout_s).serve(line.fileno())
+    _Server(listener, monitor, CLIENT_S + config.metrics.timeout_s).serve(channel.fileno())

@@ -12,7 +12,7 @@ def ignore(numbers: Collection[signal.Signals]) -> None:
     They are blocked meanwhile: Python complains on stderr of a signal that comes while it changes the handler. The
     process must have one thread only.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)

@@ -51,11 +51,11 @@ class ShardCollector(Collector):
 def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
     def gauge(name: str, text: str, value: Callable[[Status], _Value]) -> Metric:
         family = GaugeMetricFamily(f"omnireduce_shard_{name}", text, labels=["shard"])
-        return _filled(family, (([shard], value(status)) for shard, status in statuses.items()))
+        return _with_samples(family, (([shard], value(status)) for shard, status in statuses.items()))
 
     def counter(name: str, text: str, value: Callable[[Status], _Value]) -> Metric:
         family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
-        return _filled(family, (([shard], value(status)) for shard, status in statuses.items()))
+        return _with_samples(family, (([shard], value(status)) for shard, status in statuses.items()))
 
     yield gauge("uptime_seconds", "Time since the shard's process began to serve", lambda status: status.uptime_s)
     yield gauge("connections", "Open connections", lambda status: status.connections)
@@ -65,15 +65,15 @@ def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
     yield counter("jobs_started", "Jobs that began", lambda status: status.jobs_started)
     yield counter("jobs_ended", "Jobs that ended, whether cleanly or not", lambda status: status.jobs_ended)
     refused = CounterMetricFamily("omnireduce_refused", "Connections refused", labels=["shard", "user"])
-    yield _filled(
+    yield _with_samples(
         refused, (([shard, user], count) for shard, status in statuses.items() for user, count in _refused(status))
     )
     for name, text, value in _TRAFFIC:
         family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
-        yield _filled(family, (([shard], value(status.traffic)) for shard, status in statuses.items()))
+        yield _with_samples(family, (([shard], value(status.traffic)) for shard, status in statuses.items()))
     aborts = CounterMetricFamily("omnireduce_aborts", "Jobs that failed, by cause", labels=["shard", "cause"])
     samples = (([shard, cause], n) for shard, status in statuses.items() for cause, n in status.aborts.items())
-    yield _filled(aborts, samples)
+    yield _with_samples(aborts, samples)
 
 
 def _refused(status: Status) -> Iterator[tuple[str, int]]:
@@ -82,7 +82,7 @@ def _refused(status: Status) -> Iterator[tuple[str, int]]:
     yield from status.refused_users.items()
 
 
-def _of_job(shard: str, job: JobStatus) -> list[str]:
+def _job_labels(shard: str, job: JobStatus) -> list[str]:
     return [shard, job.name, job.team]
 
 
@@ -91,11 +91,11 @@ def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
 
     def gauge(name: str, text: str, value: Callable[[JobStatus], _Value]) -> Metric:
         family = GaugeMetricFamily(f"omnireduce_job_{name}", text, labels=_JOB)
-        return _filled(family, ((_of_job(shard, job), value(job)) for shard, job in running))
+        return _with_samples(family, ((_job_labels(shard, job), value(job)) for shard, job in running))
 
     for name, text, value in _TRAFFIC:
         family = CounterMetricFamily(f"omnireduce_job_{name}", text, labels=_JOB)
-        yield _filled(family, ((_of_job(shard, job), value(job.traffic)) for shard, job in running))
+        yield _with_samples(family, ((_job_labels(shard, job), value(job.traffic)) for shard, job in running))
     yield gauge("ranks", "Ranks of the job that are here", lambda job: job.joined)
     yield gauge("age_seconds", "Time since all ranks had joined", lambda job: job.age_s)
     yield gauge("density", "Non-zero blocks / blocks of a rank's tensors so far", lambda job: job.traffic.density)
@@ -107,8 +107,8 @@ def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     yield from _waits(running)
     yield from _levels(running)
     missing = GaugeMetricFamily("omnireduce_job_missing_ranks", "Ranks still to join", labels=_JOB)
-    samples = ((_of_job(shard, job), job.world_size - job.joined) for shard, job in jobs if not job.generation)
-    yield _filled(missing, samples)
+    samples = ((_job_labels(shard, job), job.world_size - job.joined) for shard, job in jobs if not job.generation)
+    yield _with_samples(missing, samples)
 
 
 def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
@@ -122,9 +122,9 @@ def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     for shard, job in jobs:
         if job.waiting is not None:
             for rank in job.waiting.ranks:
-                waiting.add_metric([*_of_job(shard, job), str(rank)], job.waiting.seconds)
+                waiting.add_metric([*_job_labels(shard, job), str(rank)], job.waiting.seconds)
         for late_rank in job.late:
-            late.add_metric([*_of_job(shard, job), str(late_rank.rank)], late_rank.seconds)
+            late.add_metric([*_job_labels(shard, job), str(late_rank.rank)], late_rank.seconds)
     yield waiting
     yield late
 
@@ -139,14 +139,14 @@ def _levels(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     )
     for shard, job in jobs:
         if job.upstream:
-            above.add_metric([*_of_job(shard, job), job.upstream], 1.0)
+            above.add_metric([*_job_labels(shard, job), job.upstream], 1.0)
         for relay in job.relays:
-            below.add_metric([*_of_job(shard, job), relay.address], relay.ranks)
+            below.add_metric([*_job_labels(shard, job), relay.address], relay.ranks)
     yield above
     yield below
 
 
-def _filled(
+def _with_samples(
     family: GaugeMetricFamily | CounterMetricFamily, samples: Iterable[tuple[list[str], _Value]]
 ) -> GaugeMetricFamily | CounterMetricFamily:
     for labels, value in samples:

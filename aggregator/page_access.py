@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from omnireduce.aggregator.access import beyond_loopback
+from omnireduce.aggregator.access import text_of_reach
 from omnireduce.errors import ConfigError
 from omnireduce.support.addresses import is_loopback, parse_listen
 from omnireduce.support.config.schema import Metrics
@@ -50,12 +50,12 @@ class Pages:
     def admits(self, authorization: str) -> bool:
         """Whether a request with this header may see the metrics: with a token, or any name and a token as the
         password. The time tells nothing about the tokens."""
-        digest = _digest(_token_in(authorization))
-        known = [hmac.compare_digest(digest, token) for token in self.tokens]  # all, so that the time tells nothing
-        return not self.tokens or any(known)
+        digest = _digest(_token_of_header(authorization))
+        matches = [hmac.compare_digest(digest, token) for token in self.tokens]  # all, so that the time tells nothing
+        return not self.tokens or any(matches)
 
 
-ALL = Pages()
+OPEN_PAGES = Pages()
 
 
 def make_pages(metrics: Metrics) -> Pages:
@@ -75,27 +75,27 @@ def _own_names(listen: str) -> frozenset[str] | None:
     A web site can give its name the address of loopback (DNS rebinding). Then a browser on this host takes these pages
     for pages of the site, and hands them to its scripts.
     """
-    if not listen or beyond_loopback(listen):
+    if not listen or text_of_reach(listen):
         return None
     return frozenset({parse_listen(listen).host.lower()})
 
 
-def why_open(metrics: Metrics) -> str:
+def warning_if_open(metrics: Metrics) -> str:
     """A warning if hosts beyond this one can read the metrics; empty if they cannot."""
-    reach = "" if not metrics.listen or metrics.token_file or metrics.tls_ca else beyond_loopback(metrics.listen)
+    reach = "" if not metrics.listen or metrics.token_file or metrics.tls_ca else text_of_reach(metrics.listen)
     return reach and (
         f"metrics.listen: {metrics.listen} {reach}, and all of them may read the metrics, with the names of jobs and "
         "teams: give metrics.token_file, or metrics.tls_ca"
     )
 
 
-def _token_in(authorization: str) -> bytes:
+def _token_of_header(authorization: str) -> bytes:
     """The token in a header; nothing if there is none."""
-    if given := _BEARER.match(authorization):
-        return given[1].encode(errors="replace")
-    if given := _BASIC.match(authorization):
+    if match := _BEARER.match(authorization):
+        return match[1].encode(errors="replace")
+    if match := _BASIC.match(authorization):
         with suppress(ValueError):  # no base64
-            return base64.b64decode(given[1].encode("ascii"), validate=True).partition(b":")[2]
+            return base64.b64decode(match[1].encode("ascii"), validate=True).partition(b":")[2]
     return b""
 
 

@@ -20,17 +20,17 @@ log = logging.getLogger("omnireduce.aggregator")
 def reload_on_hangup(reload: Callable[[], None]) -> None:
     """Call `reload` at each SIGHUP from now on, in a separate thread. When it raises, the old rules stay in force."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    threading.Thread(target=_wait, args=(reload,), daemon=True, name="reload").start()
+    threading.Thread(target=_wait_for_hangups, args=(reload,), daemon=True, name="reload").start()
 
 
-def _wait(reload: Callable[[], None]) -> None:
+def _wait_for_hangups(reload: Callable[[], None]) -> None:
     while True:
         signal.sigwait({signal.SIGHUP})
-        if reloaded(reload):
+        if try_reload(reload):
             log.info("files were read again; their rules hold for new connections", extra=tagged("reloaded"))
 
 
-def reloaded(reload: Callable[[], None]) -> bool:
+def try_reload(reload: Callable[[], None]) -> bool:
     """Call `reload`; return whether it succeeded. An exception is logged."""
     try:
         reload()

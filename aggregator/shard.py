@@ -12,7 +12,7 @@ from functools import partial
 
 from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.children import ChannelEnd, ClientOrder, RemainingJobs, process_count
-from omnireduce.aggregator.heartbeats import Heartbeat, look_s
+from omnireduce.aggregator.heartbeats import Heartbeat, check_interval_s
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.reload_in_children import reload_on_hangup
 from omnireduce.aggregator.uplink_dialer import DialerPool
@@ -78,15 +78,15 @@ def open_listeners(host: str, port: int, kind: str, monitor: str = "") -> Listen
                     if is_required(transport, kind):
                         raise TransportError(str(error)) from None
                     missing.append(str(error))
-            own = listen_to_own(address, monitor) if monitor else None
+            monitor_socket = listen_to_own(address, monitor) if monitor else None
         except TransportError as error:
             raise TransportError(f"aggregator.listen: cannot listen on {address}: {error}") from None
         except OSError as error:
-            why = why_cannot_listen(error, address)
-            raise TransportError(f"aggregator.listen: cannot listen on {address}: {why}") from error
+            reason = why_cannot_listen(error, address)
+            raise TransportError(f"aggregator.listen: cannot listen on {address}: {reason}") from error
         undo.pop_all()
     name = socket.gethostname() if is_wildcard(host) else host
-    return Listeners(str(address), str(Address(name, address.port)), sockets, own, missing)
+    return Listeners(str(address), str(Address(name, address.port)), sockets, monitor_socket, missing)
 
 
 def _run_as_batch() -> None:
@@ -98,7 +98,7 @@ def _run_as_batch() -> None:
         log.info("not a batch task: %s", error.strerror, extra=tagged("no_batch_task"))
 
 
-def _listening(listeners: Listeners, config: Config, tls: MakeTls) -> list[Listener]:
+def _make_listeners(listeners: Listeners, config: Config, tls: MakeTls) -> list[Listener]:
     """The shard's listeners. `tls` is called for each connection, because a SIGHUP may have replaced its result."""
 
     kind = config.transport.kind
@@ -108,10 +108,10 @@ def _listening(listeners: Listeners, config: Config, tls: MakeTls) -> list[Liste
             raise ConnectionRefusedError(f"transport.kind is {kind}")
         return transport.accepted(sock, config, tls)
 
-    made = [Listener(sock, partial(make_link, transport)) for transport, sock in listeners.sockets]
+    made_listeners = [Listener(sock, partial(make_link, transport)) for transport, sock in listeners.sockets]
     if listeners.monitor is not None:
-        made.append(Listener(listeners.monitor, accepted_of_own, of_monitor=True))
-    return made
+        made_listeners.append(Listener(listeners.monitor, accepted_of_own, of_monitor=True))
+    return made_listeners
 
 
 def _limits(settings: Aggregator) -> Limits:
@@ -143,76 +143,76 @@ def own_codecs(config: Config) -> Codecs:
 def make_server(listeners: Listeners, config: Config, access: Access) -> ShardServer:
     """Make the server of the shard that runs in this process."""
     settings = config.aggregator
-    for why in listeners.missing:
+    for reason in listeners.missing:
         text = "%s: they go by TCP. For shared memory end that process, and start the aggregator again"
-        log.warning(text, why, extra=tagged("no_shm"))
-    callers = DialerPool(config) if settings.upstream else None
+        log.warning(text, reason, extra=tagged("no_shm"))
+    dialers = DialerPool(config) if settings.upstream else None
     server = ShardServer(
         listeners.name,
-        _listening(listeners, config, lambda: server.access.tls),
+        _make_listeners(listeners, config, lambda: server.access.tls),
         _limits(settings),
         finish_s=settings.finish_s,
         hello_timeout_s=settings.hello_timeout_s,
         access=access,
-        upstream=None if callers is None else Upstream(settings.upstream, callers.connect, callers.close),
+        upstream=None if dialers is None else Upstream(settings.upstream, dialers.connect, dialers.close),
         verbs=rdma_of(config),
         straggler_s=settings.straggler_s,
         traces=ShardTraces(with_folder(config.trace)) if trace_folder(config.trace) else None,
         codecs=own_codecs(config),
         shards=settings.shards,
     )
-    if callers is not None:
-        server.call_when_readable(callers.fileno(), callers.hear)
+    if dialers is not None:
+        server.call_when_readable(dialers.fileno(), dialers.hand_over_outcomes)
     return server
 
 
-def run_shard(listeners: Listeners, config: Config, access: Access, pulse: Heartbeat, line: ChannelEnd) -> None:
-    """Serve until `line` is closed by the supervisor, or by the kernel because the supervisor died.
+def run_shard(listeners: Listeners, config: Config, access: Access, heartbeat: Heartbeat, channel: ChannelEnd) -> None:
+    """Serve until `channel` is closed by the supervisor, or by the kernel because the supervisor died.
 
-    `pulse` beats with every turn.
+    `heartbeat` beats with every turn.
     """
-    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the line
+    ignore((signal.SIGTERM, signal.SIGINT))  # the supervisor gets them too, and closes the channel
     begin_shard(config, listeners.name)
     server = make_server(listeners, config, access)
-    supervisor = _Supervisor(server, line)
+    supervisor = _SupervisorChannel(server, channel)
 
     def reload() -> None:
         server.access = make_access(config)
 
-    def turned() -> None:
-        pulse.beat()
-        supervisor.tell()
+    def after_turn() -> None:
+        heartbeat.beat()
+        supervisor.report_jobs()
         tell_left_out()
 
     reload_on_hangup(reload)
-    server.serve(turned, look_s(config.aggregator.watchdog_s))
-    pulse.rest()
+    server.serve(after_turn, check_interval_s(config.aggregator.watchdog_s))
+    heartbeat.rest()
 
 
-class _Supervisor:
+class _SupervisorChannel:
     """The shard's end of the channel to the supervisor."""
 
-    def __init__(self, server: ShardServer, line: ChannelEnd) -> None:
-        self._server, self._line = server, line
-        self._told: int | None = None  # the number of jobs reported last; None: nothing was reported
-        server.call_when_readable(line.fileno(), self._hear)
-        server.administration.pass_on = self._pass_on
+    def __init__(self, server: ShardServer, channel: ChannelEnd) -> None:
+        self._server, self._channel = server, channel
+        self._reported_jobs: int | None = None  # the number of jobs reported last; None: nothing was reported
+        server.call_when_readable(channel.fileno(), self._read_orders)
+        server.administration.pass_on = self._send_order
 
-    def _hear(self) -> None:
-        for message in self._line.hear():
+    def _read_orders(self) -> None:
+        for message in self._channel.receive():
             if isinstance(message, Order):
                 self._server.administration.obey(message)
-        if self._line.over:
-            self._server.ignore_when_readable(self._line.fileno())
+        if self._channel.is_closed:
+            self._server.ignore_when_readable(self._channel.fileno())
             self._server.stop()
 
-    def _pass_on(self, order: Order) -> None:
-        if not self._line.say(ClientOrder(order)):
+    def _send_order(self, order: Order) -> None:
+        if not self._channel.send(ClientOrder(order)):
             raise ProtocolError("the supervisor of the aggregator is busy: ask again")
 
-    def tell(self) -> None:
+    def report_jobs(self) -> None:
         """While the shard drains, report the number of its jobs, if it has changed."""
         administration = self._server.administration
-        here = administration.remaining_jobs if administration.draining else None
-        if here != self._told and (here is None or self._line.say(RemainingJobs(here))):
-            self._told = here
+        jobs = administration.remaining_jobs if administration.draining else None
+        if jobs != self._reported_jobs and (jobs is None or self._channel.send(RemainingJobs(jobs))):
+            self._reported_jobs = jobs

@@ -28,12 +28,12 @@ class DialerPool:
     def __init__(self, config: Config) -> None:
         self._config = replace(config, transport=replace(config.transport, kind=NETWORK.name))
         self._executor = ThreadPoolExecutor(AT_ONCE, "uplink")  # threads come when there is something to do
-        self._done: deque[tuple[Connected, Link | str]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._outcomes: deque[tuple[Connected, Link | str]] = deque()
+        self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """A descriptor that is readable when an attempt is over."""
-        return self._wake
+        return self._wake_descriptor
 
     def connect(self, address: str, timeout_s: float, done: Connected) -> Callable[[], object]:
         """Try once to connect to an aggregator; `done` gets the link, or the reason why there is none. The result
@@ -57,12 +57,12 @@ class DialerPool:
             outcome = str(error)
         except Exception as error:  # a bug: the worker must not wait for ever
             outcome = f"internal error: {error!r}"
-        self._done.append((done, outcome))
-        os.eventfd_write(self._wake, 1)
+        self._outcomes.append((done, outcome))
+        os.eventfd_write(self._wake_descriptor, 1)
 
-    def hear(self) -> None:
+    def hand_over_outcomes(self) -> None:
         """Hand over the outcomes of finished attempts."""
-        os.eventfd_read(self._wake)
-        while self._done:
-            done, outcome = self._done.popleft()
+        os.eventfd_read(self._wake_descriptor)
+        while self._outcomes:
+            done, outcome = self._outcomes.popleft()
             done(outcome)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from omnireduce.support.job_summary import JobSummary
 
 KEPT_S = 600.0
-LEAST_S = 0.5  # least time between two samples that are kept
-LOOKS = 600  # the most samples of one job
-JOBS = 256  # the most jobs with samples
+MIN_GAP_S = 0.5  # least time between two samples that are kept
+MAX_SAMPLES = 600  # the most samples of one job
+MAX_SAMPLED_JOBS = 256  # the most jobs with samples
 
 
-class Look(NamedTuple):
+class TrafficSample(NamedTuple):
     """A sample of a job: its time, in seconds, and the total bytes from and to the workers."""
 
     at: float
@@ -35,31 +35,33 @@ class History:
     """The samples of all jobs. A job that is over is dropped at the next sample."""
 
     def __init__(self) -> None:
-        self._looks: dict[tuple[str, str, bool], deque[Look]] = {}
+        self._samples: dict[tuple[str, str, bool], deque[TrafficSample]] = {}
 
-    def note(self, jobs: Sequence[JobSummary], now: float) -> None:
+    def add_samples(self, jobs: Sequence[JobSummary], now: float) -> None:
         """Add a sample of each of these jobs."""
         running = {job.key: job for job in jobs if not job.gathers}
-        for gone in self._looks.keys() - running.keys():
-            del self._looks[gone]
+        for ended_key in self._samples.keys() - running.keys():
+            del self._samples[ended_key]
         for key, job in running.items():
-            if key in self._looks or len(self._looks) < JOBS:
-                self._keep(self._looks.setdefault(key, deque(maxlen=LOOKS)), job, now)
+            if key in self._samples or len(self._samples) < MAX_SAMPLED_JOBS:
+                self._add_sample(self._samples.setdefault(key, deque(maxlen=MAX_SAMPLES)), job, now)
 
-    def _keep(self, looks: deque[Look], job: JobSummary, now: float) -> None:
-        look = Look(now, job.traffic.received_bytes, job.traffic.sent_bytes)
-        if looks and (look.received < looks[-1].received or look.sent < looks[-1].sent):  # another job of this name
-            looks.clear()
-        if looks and now - looks[-1].at < LEAST_S:
+    def _add_sample(self, samples: deque[TrafficSample], job: JobSummary, now: float) -> None:
+        sample = TrafficSample(now, job.traffic.received_bytes, job.traffic.sent_bytes)
+        if samples and (
+            sample.received < samples[-1].received or sample.sent < samples[-1].sent
+        ):  # another job of this name
+            samples.clear()
+        if samples and now - samples[-1].at < MIN_GAP_S:
             return
-        looks.append(look)
-        while looks[0].at < now - KEPT_S:
-            looks.popleft()
+        samples.append(sample)
+        while samples[0].at < now - KEPT_S:
+            samples.popleft()
 
     def rates(self, job: JobSummary) -> list[Rate]:
         """The rates of a job, the oldest first."""
-        looks = list(self._looks.get(job.key, ()))
+        samples = list(self._samples.get(job.key, ()))
         return [
             Rate(new.at, (new.received - old.received) / (new.at - old.at), (new.sent - old.sent) / (new.at - old.at))
-            for old, new in pairwise(looks)
+            for old, new in pairwise(samples)
         ]

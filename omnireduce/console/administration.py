@@ -20,7 +20,7 @@ from omnireduce.support.config import Config, override_config
 from omnireduce.support.secret import load_secret
 
 ANSWER_S = 5.0  # for one aggregator
-LOOK_S = 0.5  # between two looks at aggregators that drain
+POLL_S = 0.5  # between two looks at aggregators that drain
 UNDO = "`omnireduce drain --undo` takes that back"
 
 
@@ -29,8 +29,8 @@ class Administrator:
     used."""
 
     def __init__(self, addresses: Sequence[str], config: Config) -> None:
-        wanted = {"cluster.aggregators": list(addresses), "transport.kind": "auto"}
-        self._config = override_config(config, wanted, source="HOST:PORT")
+        overrides = {"cluster.aggregators": list(addresses), "transport.kind": "auto"}
+        self._config = override_config(config, overrides, source="HOST:PORT")
         self._secret = load_secret(config.security)
 
     @property
@@ -40,11 +40,11 @@ class Administrator:
     def ask(self, action: Action, **details: str) -> dict[str, int]:
         """Ask all. Print who refuses or does not answer. Return the answers of the others: how many jobs that concerns
         there."""
-        wanted = AdminRequest(PROTOCOL_VERSION, action, **details)
+        admin_request = AdminRequest(PROTOCOL_VERSION, action, **details)
 
         def answer(address: str) -> int | OmniReduceError:
             try:
-                return request(address, self._config, ANSWER_S, wanted, self._secret)
+                return request(address, self._config, ANSWER_S, admin_request, self._secret)
             except OmniReduceError as error:
                 return error
 
@@ -60,22 +60,22 @@ class Administrator:
         answers = ask_all(addresses, self._config, ANSWER_S, secret=self._secret)
         return dict(zip(addresses, answers, strict=True))
 
-    def report_missing(self, meant: str) -> None:
+    def report_missing(self, target: str) -> None:
         """Say that no job was meant, and which jobs there are."""
         answers = self.statuses(self.addresses).values()
         names = sorted({job.name for answer in answers if isinstance(answer, Status) for job in answer.jobs})
-        there = f"there are {listed(list(map(shown, names)))}" if names else "there are no jobs"
-        click.echo(f"Error: no {meant} at {listed(list(self.addresses))}; {there}", err=True)
+        existing_jobs = f"there are {listed(list(map(shown, names)))}" if names else "there are no jobs"
+        click.echo(f"Error: no {target} at {listed(list(self.addresses))}; {existing_jobs}", err=True)
 
 
 def end_jobs(administrator: Administrator, job: str, team: str, why: str) -> bool:
     """End the jobs called `job` of `team` (empty: all). Return whether all aggregators did as they were asked, and some
     job was meant. Raises UsageError for what no job or team can be called, and for a `why` that cannot be sent."""
-    _check(job, team, why)
+    _check_names(job, team, why)
     answers = administrator.ask("end", job=job, team=team, why=why)
-    meant = (f"job '{job}'" if job else "job") + (f" of team '{team}'" if team else "")
+    target = (f"job '{job}'" if job else "job") + (f" of team '{team}'" if team else "")
     if answers and not any(answers.values()):
-        administrator.report_missing(meant)
+        administrator.report_missing(target)
         return False
     if answers:
         jobs = max(answers.values())  # one shard tells the others of its daemon, which then find no such job
@@ -83,7 +83,7 @@ def end_jobs(administrator: Administrator, job: str, team: str, why: str) -> boo
     return len(answers) == len(administrator.addresses)
 
 
-def _check(job: str, team: str, why: str) -> None:
+def _check_names(job: str, team: str, why: str) -> None:
     if not job and not team:
         raise UsageError("end-job: expected the name of a JOB, or --team; `omnireduce status` lists the jobs")
     if not re.match(LAUNCH_PATTERN, job):
@@ -94,7 +94,7 @@ def _check(job: str, team: str, why: str) -> None:
         raise UsageError(f"--why: got {show(why)}, expected up to {WHY_CHARACTERS} characters that can be printed")
 
 
-def take_back(administrator: Administrator) -> bool:
+def undo_drain(administrator: Administrator) -> bool:
     """Let aggregators that drain take jobs again. Return whether all do."""
     answers = administrator.ask("resume")
     for address in answers:
@@ -104,40 +104,42 @@ def take_back(administrator: Administrator) -> bool:
 
 def drain(administrator: Administrator, timeout_s: float) -> bool:
     """Let the aggregators drain, and wait until they have ended, for `timeout_s` at most. Return whether all have."""
-    asked_at = time.monotonic()
+    requested_at = time.monotonic()
     answers = administrator.ask("drain")
     for address, jobs in answers.items():
         click.echo(f"{address} drains: {jobs} {'job is' if jobs == 1 else 'jobs are'} here")
     try:
-        have_ended = not timeout_s or _wait(administrator, list(answers), asked_at, timeout_s)
+        have_ended = not timeout_s or _wait(administrator, list(answers), requested_at, timeout_s)
     except KeyboardInterrupt:
         click.echo(f"the aggregators go on draining; {UNDO}", err=True)
         raise
     return have_ended and len(answers) == len(administrator.addresses)
 
 
-def _wait(administrator: Administrator, draining: Sequence[str], asked_at: float, timeout_s: float) -> bool:
-    said = ""
+def _wait(administrator: Administrator, draining: Sequence[str], requested_at: float, timeout_s: float) -> bool:
+    last_text = ""
     while draining:
-        answers, elapsed_s = administrator.statuses(draining), time.monotonic() - asked_at
+        answers, elapsed_s = administrator.statuses(draining), time.monotonic() - requested_at
         draining = [address for address, answer in answers.items() if not _has_ended(answer, elapsed_s)]
         for address in answers.keys() - set(draining):
             click.echo(f"{address} has drained, and ended")
-        here = {address: answers[address] for address in draining}
-        undone = [address for address, answer in here.items() if isinstance(answer, Status) and not answer.draining]
-        if undone:
-            click.echo(f"Error: {listed(undone)} takes new jobs again: somebody has taken the drain back", err=True)
+        still_draining = {address: answers[address] for address in draining}
+        resumed = [
+            address for address, answer in still_draining.items() if isinstance(answer, Status) and not answer.draining
+        ]
+        if resumed:
+            click.echo(f"Error: {listed(resumed)} takes new jobs again: somebody has taken the drain back", err=True)
             return False
-        text = _waited_for(here)
+        text = _text_of_jobs(still_draining)
         if draining and elapsed_s >= timeout_s:
-            more = f"the drain goes on. Wait again, or end what is left (omnireduce end-job), or {UNDO}"
-            click.echo(f"Error: still waiting for {text} after {timeout_s:g} s; {more}", err=True)
+            advice = f"the drain goes on. Wait again, or end what is left (omnireduce end-job), or {UNDO}"
+            click.echo(f"Error: still waiting for {text} after {timeout_s:g} s; {advice}", err=True)
             return False
-        if draining and text != said:
+        if draining and text != last_text:
             click.echo(f"waiting for {text}", err=True)
-        said = text
+        last_text = text
         if draining:
-            time.sleep(min(LOOK_S, timeout_s - elapsed_s))
+            time.sleep(min(POLL_S, timeout_s - elapsed_s))
     return True
 
 
@@ -148,9 +150,12 @@ def _has_ended(answer: Status | OmniReduceError, elapsed_s: float) -> bool:
     return isinstance(answer.__cause__, ConnectionRefusedError)
 
 
-def _waited_for(here: Mapping[str, Status | OmniReduceError]) -> str:
+def _text_of_jobs(answers: Mapping[str, Status | OmniReduceError]) -> str:
     """The jobs that are there or, where nothing is known of any, the aggregators."""
     jobs = {
-        job.name.removesuffix(URGENT) for answer in here.values() if isinstance(answer, Status) for job in answer.jobs
+        job.name.removesuffix(URGENT)
+        for answer in answers.values()
+        if isinstance(answer, Status)
+        for job in answer.jobs
     }
-    return listed([f"job '{shown(name)}'" for name in sorted(jobs)] or [*here])
+    return listed([f"job '{shown(name)}'" for name in sorted(jobs)] or [*answers])

@@ -24,14 +24,14 @@ def batch_script(*, job_name: str, nodes: int, ntasks_per_node: int, time: str, 
     if not re.fullmatch(TIME, time):
         raise UsageError(f"time {time!r}: expected {TIMES}")
     text = files("omnireduce.console").joinpath("train.sbatch").read_text()
-    asked = {"job-name": job_name, "nodes": nodes, "ntasks-per-node": ntasks_per_node, "time": time}
-    for option, value in asked.items():
-        text = _replaced(text, rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}")
-    return _replaced(text, r"\|\| set -- omnireduce train --against none", f"|| set -- {shlex.join(command)}")
+    settings = {"job-name": job_name, "nodes": nodes, "ntasks-per-node": ntasks_per_node, "time": time}
+    for option, value in settings.items():
+        text = _replace_once(text, rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}")
+    return _replace_once(text, r"\|\| set -- omnireduce train --against none", f"|| set -- {shlex.join(command)}")
 
 
-def _replaced(text: str, pattern: str, by: str) -> str:
+def _replace_once(text: str, pattern: str, replacement: str) -> str:
     """The text, in which the one place that fits the pattern is replaced."""
-    replaced, count = re.subn(pattern, lambda _: by, text)
+    replaced, count = re.subn(pattern, lambda _: replacement, text)
     assert count == 1, pattern
     return replaced

@@ -58,10 +58,10 @@ def main() -> None:
 @click.option("--time", default="00:30:00", show_default=True, help="How long it may take, as Slurm says it.")
 @click.option("--job-name", default="omnireduce", show_default=True)
 @click.argument("command", nargs=-1, required=True, metavar="-- COMMAND...")
-def slurm_script(command: tuple[str, ...], **asked: Any) -> None:
+def slurm_script(command: tuple[str, ...], **options: Any) -> None:
     from omnireduce.console.batch_script import batch_script
 
-    click.echo(batch_script(command=command, **asked), nl=False)
+    click.echo(batch_script(command=command, **options), nl=False)
 
 
 @main.command(
@@ -112,15 +112,15 @@ def status(
 ) -> None:
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    from omnireduce.console.status import Look, default_addresses, print_json, print_once, watch_status
+    from omnireduce.console.status import StatusReader, default_addresses, print_json, print_once, watch_status
 
-    look = Look(split_list(addresses) or default_addresses(config), config, timeout)
+    reader = StatusReader(split_list(addresses) or default_addresses(config), config, timeout)
     if as_json:
-        sys.exit(0 if print_json(look) else 1)
+        sys.exit(0 if print_json(reader) else 1)
     if sys.stdout.isatty() if watch is None else watch:
-        watch_status(look, every)
+        watch_status(reader, every)
     else:
-        sys.exit(0 if print_once(look) else 1)
+        sys.exit(0 if print_once(reader) else 1)
 
 
 @main.command(
@@ -152,11 +152,11 @@ def drain_aggregators(
 ) -> None:
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    from omnireduce.console.administration import Administrator, drain, take_back
+    from omnireduce.console.administration import Administrator, drain, undo_drain
     from omnireduce.console.status import default_addresses
 
     administrator = Administrator(split_list(addresses) or default_addresses(config), config)
-    sys.exit(0 if (take_back(administrator) if undo else drain(administrator, timeout)) else 1)
+    sys.exit(0 if (undo_drain(administrator) if undo else drain(administrator, timeout)) else 1)
 
 
 @main.command(
@@ -284,11 +284,11 @@ def density(
 @click.option("--racks", type=click.IntRange(0), default=0, help="Into which the hosts are divided.  [default: none]")
 @click.option("--rack-gbps", type=NumberRange(0), default=0.0, help="Of a rack's link.  [default: that of a host]")
 @json_option
-def plan(json_path: str | None, hosts: int | None, **asked: Any) -> None:
+def plan(json_path: str | None, hosts: int | None, **options: Any) -> None:
     from omnireduce.console.plan.report import PlanRequest, report_plan
 
-    _refuse_two_inputs(asked)
-    report_plan(PlanRequest(hosts=hosts or asked["ranks"], **asked), json_path)
+    _refuse_two_inputs(options)
+    report_plan(PlanRequest(hosts=hosts or options["ranks"], **options), json_path)
 
 
 @main.command(
@@ -366,19 +366,19 @@ def show_config(config_file: str | None, overrides: tuple[str, ...], reference: 
     click.echo(reference_toml() if reference else dump_config(config), nl=False)
 
 
-def _refuse_two_inputs(asked: dict[str, Any]) -> None:
+def _refuse_two_inputs(options: dict[str, Any]) -> None:
     """Raise UsageError for an option of `plan` beside one that says the same."""
-    if asked["trace"] is None:
-        if asked["job"] is not None:
-            raise UsageError(f"--job {asked['job']} without --trace: expected the folder that has traces of this job")
+    if options["trace"] is None:
+        if options["job"] is not None:
+            raise UsageError(f"--job {options['job']} without --trace: expected the folder that has traces of this job")
         return
-    if asked["files"]:
-        raise UsageError(f"{asked['files'][0]} with --trace: expected files or a trace; leave one of them out")
+    if options["files"]:
+        raise UsageError(f"{options['files'][0]} with --trace: expected files or a trace; leave one of them out")
     context = click.get_current_context()
     for name in ("elements", "dtype", "density", "overlap", "block_size"):
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} with --trace, which says that already: leave one of them out")
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} with --trace, which says that already: leave one of them out")
 
 
 def _parse_block_sizes(text: str) -> list[int]:

@@ -35,9 +35,9 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
         raise UsageError(f"{name} has closed standard output: what came of it cannot be printed")
     for kind, error in trial.not_taken.items():
         click.echo(f"Not tried with {kind}: {error}", err=True)
-    for what, checks in (("Checked", trial.checked), ("Not checked", trial.unchecked)):
+    for label, checks in (("Checked", trial.checked), ("Not checked", trial.unchecked)):
         if checks:
-            click.echo(f"{what}: {', '.join(checks)}")
+            click.echo(f"{label}: {', '.join(checks)}")
     for failure in trial.failures:
         click.echo(failure)
     click.echo(f"{len(trial.failures)} failed" if trial.failures else "Test passed!")
@@ -50,16 +50,16 @@ def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
     named_class = class_named(name, Compressor, Selector)
 
     def make() -> Compressor:
-        made = named_class(**arguments)
-        return SelectorCompressor(made) if isinstance(made, Selector) else made
+        compressor = named_class(**arguments)
+        return SelectorCompressor(compressor) if isinstance(compressor, Selector) else compressor
 
     try:
         make()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
-        raise UsageError(f"{name}({given}) cannot be made: {in_a_line(error)}") from error
+        argument_text = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise UsageError(f"{name}({argument_text}) cannot be made: {in_a_line(error)}") from error
     return make
 
 

@@ -48,22 +48,22 @@ class Finding(NamedTuple):
     """`fail`: what the configuration asks for cannot work. `warn`: it works, but not as well as it could."""
 
     state: State
-    what: str
+    subject: str
     text: str
     advice: str = ""
 
 
 def show(console: Console, findings: Sequence[Finding]) -> None:
     """Print one line for each finding. A long line is not cut."""
-    for state, what, text, advice in findings:
-        line = Text.assemble((f"{state:<5}", _STYLES[state]), (f"{what}: ", "bold"), text)
+    for state, subject, text, advice in findings:
+        line = Text.assemble((f"{state:<5}", _STYLES[state]), (f"{subject}: ", "bold"), text)
         console.print(line + Text(f"; {advice}" if advice else ""), soft_wrap=True)
 
 
 PACKAGES = ("omnireduce", "numpy", "numba", "llvmlite", "msgspec", "ml_dtypes", "prometheus-client")
 OPTIONAL = {"mpi4py": "omnireduce bench --against mpi", "pyverbs": "RDMA"}
 FEATURES = ("sse4_2", "avx", "avx2", "avx512f", "asimd", "sve")  # as /proc/cpuinfo calls them
-LOCKING_IS_FREE = 1 << 14  # CAP_IPC_LOCK: capabilities(7)
+LOCK_CAPABILITY = 1 << 14  # CAP_IPC_LOCK: capabilities(7)
 SPARE_DESCRIPTORS = 64  # what a process needs beside its links
 
 
@@ -99,8 +99,10 @@ def check_launch(config: Config, environ: Mapping[str, str] = os.environ) -> Ite
     except UsageError as error:
         yield Finding("fail", "launch", str(error))
         return
-    by = "no launcher" if launch.launcher == "none" else f"by {launch.launcher}"
-    yield Finding("ok", "launch", f"{by}; rank {launch.rank} of {launch.size}, job {job_name(config, launch.job)!r}")
+    launcher = "no launcher" if launch.launcher == "none" else f"by {launch.launcher}"
+    yield Finding(
+        "ok", "launch", f"{launcher}; rank {launch.rank} of {launch.size}, job {job_name(config, launch.job)!r}"
+    )
     alone = find_launcher_sign(environ) if launch.launcher == "none" else None
     if alone is not None:
         yield Finding("fail" if alone.is_certain else "warn", "launch", alone.text, alone.instead)
@@ -113,8 +115,8 @@ def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
     words = set((fields.get("flags") or fields.get("Features") or "").split())
     features = [name for name in FEATURES if name in words]
     quota = processors.quota()
-    more = f", a quota of {quota:g}" if quota is not None else ""
-    cores = f"{processors.usable()} of {os.cpu_count()} cores{more}"
+    quota_text = f", a quota of {quota:g}" if quota is not None else ""
+    cores = f"{processors.usable()} of {os.cpu_count()} cores{quota_text}"
     text = (
         f"{fields.get('model name') or platform.machine()}, {cores}; {' '.join(features) or 'no vector instructions'}"
     )
@@ -128,13 +130,15 @@ def check_processor(cpuinfo: str | None = None) -> Iterator[Finding]:
 def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]:
     """The limits of open files. An aggregator raises its own to the hard limit, and gives 3/4 of that to ranks."""
     ranks = hard * 3 // 4
-    text = f"{_shown(soft)} open files, {_shown(hard)} at most"
-    need = SPARE_DESCRIPTORS + 4 * max(1, len(config.cluster.aggregators))
-    if _below(soft, need):
-        yield Finding("fail", "descriptors", f"{text}; a worker needs {need}", f"ulimit -n {need}")
-    elif _below(ranks, config.aggregator.max_world_size):
-        wanted = config.aggregator.max_world_size * 4 // 3 + 1
-        advice = f"ulimit -Hn {wanted}, or LimitNOFILE={wanted} of a systemd unit; or lower aggregator.max_world_size"
+    text = f"{_limit_text(soft)} open files, {_limit_text(hard)} at most"
+    needed_by_worker = SPARE_DESCRIPTORS + 4 * max(1, len(config.cluster.aggregators))
+    if _is_below(soft, needed_by_worker):
+        yield Finding(
+            "fail", "descriptors", f"{text}; a worker needs {needed_by_worker}", f"ulimit -n {needed_by_worker}"
+        )
+    elif _is_below(ranks, config.aggregator.max_world_size):
+        needed = config.aggregator.max_world_size * 4 // 3 + 1
+        advice = f"ulimit -Hn {needed}, or LimitNOFILE={needed} of a systemd unit; or lower aggregator.max_world_size"
         yield Finding("warn", "descriptors", f"{text}, which is enough for {ranks} ranks on an aggregator here", advice)
     else:
         yield Finding("ok", "descriptors", text)
@@ -143,39 +147,39 @@ def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]
 def check_locked_memory(config: Config, limit: int, *, exempt: bool, has_devices: bool) -> Iterator[Finding]:
     """The limit of locked memory. It counts only with RDMA, where slots are registered with the device."""
     protocol = config.protocol
-    need = 2 * protocol.slots * protocol.slot_bytes * max(1, len(config.cluster.aggregators))
-    text = f"{_shown(limit)} bytes" + (", not applied to this user" if exempt else "")
-    if not exempt and _below(limit, need):
+    needed = 2 * protocol.slots * protocol.slot_bytes * max(1, len(config.cluster.aggregators))
+    text = f"{_limit_text(limit)} bytes" + (", not applied to this user" if exempt else "")
+    if not exempt and _is_below(limit, needed):
         advice = (
             "ulimit -l unlimited, LimitMEMLOCK=infinity of a systemd unit, or --ulimit memlock=-1 of a container; or "
             "lower protocol.slots or protocol.slot_bytes"
         )
         if rdma_is_required(config) or has_devices:
             state: State = "fail" if rdma_is_required(config) else "warn"
-            yield Finding(state, "locked memory", f"{text}; a worker registers {need} for RDMA", advice)
+            yield Finding(state, "locked memory", f"{text}; a worker registers {needed} for RDMA", advice)
             return
-        text += f"; RDMA would need {need}, other transports none"
+        text += f"; RDMA would need {needed}, other transports none"
     yield Finding("ok", "locked memory", text)
 
 
-def locking_is_free(status: str | None = None) -> bool:
+def may_lock_any_memory(status: str | None = None) -> bool:
     """Whether the limit of locked memory does not apply to this process, by its capabilities."""
     text = Path("/proc/self/status").read_text() if status is None else status
-    return bool(int(text.split("CapEff:")[1].split()[0], 16) & LOCKING_IS_FREE)
+    return bool(int(text.split("CapEff:")[1].split()[0], 16) & LOCK_CAPABILITY)
 
 
 def check_limits(config: Config, *, has_devices: bool) -> Iterator[Finding]:
     """The limits of this process."""
     yield from check_descriptors(config, *resource.getrlimit(resource.RLIMIT_NOFILE))
     memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield from check_locked_memory(config, memlock, exempt=locking_is_free(), has_devices=has_devices)
+    yield from check_locked_memory(config, memlock, exempt=may_lock_any_memory(), has_devices=has_devices)
 
 
-def _below(limit: int, need: int) -> bool:
-    return limit != resource.RLIM_INFINITY and limit < need
+def _is_below(limit: int, needed: int) -> bool:
+    return limit != resource.RLIM_INFINITY and limit < needed
 
 
-def _shown(limit: int) -> str:
+def _limit_text(limit: int) -> str:
     return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 
@@ -185,16 +189,16 @@ ANSWER_S = 2.0  # how long an aggregator may take to answer
 def check_transports(config: Config) -> Iterator[Finding]:
     """Try shared memory and TCP, over loopback. RDMA is looked at by `check_rdma`."""
     for transport in TABLE:
-        yield _tried(transport, config)
+        yield _try_transport(transport, config)
 
 
-def _tried(transport: Transport, config: Config) -> Finding:
+def _try_transport(transport: Transport, config: Config) -> Finding:
     try:
         return Finding("ok", transport.name, transport.probe())
     except (OSError, UnavailableError) as error:
         state: State = "fail" if is_required(transport, config.transport.kind) else "warn"
-        why = getattr(error, "strerror", None) or error
-        return Finding(state, transport.name, f"not available: {why}", transport.advice)
+        reason = getattr(error, "strerror", None) or error
+        return Finding(state, transport.name, f"not available: {reason}", transport.advice)
 
 
 def find_ports() -> tuple[list[Port], str]:
@@ -208,15 +212,15 @@ def find_ports() -> tuple[list[Port], str]:
     return ports, "" if ports else "this host has no RDMA device"
 
 
-def check_rdma(config: Config, ports: list[Port], why_none: str) -> Iterator[Finding]:
+def check_rdma(config: Config, ports: list[Port], reason: str) -> Iterator[Finding]:
     """Ports with their state and GIDs, and which one is taken."""
     required: State = "fail" if rdma_is_required(config) else "info"
     if not ports:
         advice = "or choose another transport.kind; docs/rdma.md" if required == "fail" else ""
-        yield Finding(required, RDMA, f"not available: {why_none}", advice)
+        yield Finding(required, RDMA, f"not available: {reason}", advice)
         return
     for port in ports:
-        yield _port(port)
+        yield _check_port(port)
     from omnireduce.transport.verbs.devices import choose
 
     try:
@@ -229,17 +233,17 @@ def check_rdma(config: Config, ports: list[Port], why_none: str) -> Iterator[Fin
     yield Finding("ok", RDMA, f"available, by default {choice.port.device} port {choice.port.number}, {gid}")
 
 
-def _port(port: Port) -> Finding:
-    what = f"RDMA port {port.device}/{port.number}"
+def _check_port(port: Port) -> Finding:
+    subject = f"RDMA port {port.device}/{port.number}"
     gids = ", ".join(f"{gid.index}: {gid.kind} {gid.ipv4 or gid.text}" for gid in port.gids)
     text = f"{port.state}, MTU {port.mtu}, GIDs {gids or 'none'}"
     if not port.active:
         return Finding(
-            "warn", what, text, "is its cable in, its interface up (ip link set IFACE up), or a subnet manager?"
+            "warn", subject, text, "is its cable in, its interface up (ip link set IFACE up), or a subnet manager?"
         )
     if not any(gid.kind == "IB" or (gid.kind == "RoCE v2" and gid.ipv4) for gid in port.gids):
-        return Finding("warn", what, text, "give its interface an IPv4 address, for RoCE v2")
-    return Finding("ok", what, text)
+        return Finding("warn", subject, text, "give its interface an IPv4 address, for RoCE v2")
+    return Finding("ok", subject, text)
 
 
 def check_secret(config: Config) -> Iterator[Finding]:
@@ -260,13 +264,13 @@ def check_aggregators(config: Config) -> Iterator[Finding]:
     """Ask each configured aggregator, by the transport and with the proof that a worker would use."""
     addresses = config.cluster.aggregators
     if not addresses:
-        yield _none_configured(config)
+        yield _check_embedded(config)
         return
     with ThreadPoolExecutor(min(len(addresses), AT_ONCE)) as pool:
-        yield from pool.map(lambda address: _aggregator(address, config), addresses)
+        yield from pool.map(lambda address: _check_aggregator(address, config), addresses)
 
 
-def _none_configured(config: Config) -> Finding:
+def _check_embedded(config: Config) -> Finding:
     try:
         launch = detect_launch()
         identify(config, launch, is_named=launch.job is not None or config.cluster.job != "auto")
@@ -276,23 +280,25 @@ def _none_configured(config: Config) -> Finding:
     return Finding("info", "aggregator", text, "for several hosts start some, and set cluster.aggregators")
 
 
-def _aggregator(address: str, config: Config) -> Finding:
-    what, started = f"aggregator {address}", time.monotonic()
+def _check_aggregator(address: str, config: Config) -> Finding:
+    subject, started = f"aggregator {address}", time.monotonic()
     try:
         secret = load_secret(config.security)
         with contextlib.closing(reach(address, config, secret, started + ANSWER_S)) as link:
             status = read_status(link, started + ANSWER_S)
-            way = str(link)
+            transport = str(link)
     except OmniReduceError as error:
-        return Finding("fail", what, shown(str(error)))
+        return Finding("fail", subject, shown(str(error)))
     if secret is None and status.wants_secret:  # this user may ask without it, and no worker may
-        return Finding("fail", what, WANTS_PROOF)
+        return Finding("fail", subject, WANTS_PROOF)
     took_ms = (time.monotonic() - started) * 1000
     proved = "" if secret is None else ", both proved the secret"
-    text = f"answers by {way} after {took_ms:.1f} ms{proved}; version {shown(status.version)}, {status.running} jobs"
+    text = (
+        f"answers by {transport} after {took_ms:.1f} ms{proved}; version {shown(status.version)}, {status.running} jobs"
+    )
     if status.version != __version__:
-        return Finding("warn", what, text, f"here is {__version__}: install the same omnireduce everywhere")
-    return Finding("ok", what, text)
+        return Finding("warn", subject, text, f"here is {__version__}: install the same omnireduce everywhere")
+    return Finding("ok", subject, text)
 
 
 NO_COMPILER = "unset NUMBA_DISABLE_JIT"
@@ -305,7 +311,7 @@ def warm() -> None:
         raise UsageError(f"kernels run as plain Python, and there is nothing to compile: {NO_COMPILER}")
     console = make_console()
     kernel_files().use_first_only()  # an image is for other users, who do not have this user's own folder
-    took_s = _make_ready(console)
+    took_s = _warm_up_kernels(console)
     if trouble := take_trouble():
         raise UsageError(trouble)
     console.print(f"kernels ready after {took_s:.1f} s, kept in {kernel_files().kept_in}")
@@ -313,7 +319,7 @@ def warm() -> None:
 
 def check_kernels(console: Console) -> Finding:
     """Compile all kernels, or load them, and say how that went."""
-    text = f"ready after {_make_ready(console):.1f} s"
+    text = f"ready after {_warm_up_kernels(console):.1f} s"
     if not has_compiler():
         return Finding("warn", "kernels", f"{text}, as plain Python, which is very slow", NO_COMPILER)
     if trouble := take_trouble():
@@ -321,45 +327,45 @@ def check_kernels(console: Console) -> Finding:
     return Finding("ok", "kernels", f"{text}, kept in {kernel_files().kept_in}")
 
 
-def _make_ready(console: Console) -> float:
+def _warm_up_kernels(console: Console) -> float:
     """Show how far that is; return how many seconds it took."""
     started = time.monotonic()
     plain = PlainProgress(started)
     with console.status("loading kernels") as status:
 
-        def tell(done_s: float, total_s: float) -> None:
+        def report(done_s: float, total_s: float) -> None:
             if console.is_terminal:
                 status.update(progress_text(done_s, total_s))
             else:
                 plain.at(progress_text(done_s, total_s), time.monotonic())
 
-        warm_up_all(tell)
+        warm_up_all(report)
     return time.monotonic() - started
 
 
 def examine(config: Config) -> bool:
     """Print what is found; return whether everything that `config` asks for can work."""
-    console, seen = make_console(), Counter[str]()
+    console, counts = make_console(), Counter[str]()
 
     def report(*findings: Finding) -> None:
-        seen.update(finding.state for finding in findings)
+        counts.update(finding.state for finding in findings)
         show(console, findings)
 
     report(*check_versions(), *check_processor())
     report(check_kernels(console))
-    ports, why_none = find_ports()
+    ports, no_rdma_reason = find_ports()
     report(*check_limits(config, has_devices=bool(ports)))
-    report(*check_transports(config), *check_rdma(config, ports, why_none))
+    report(*check_transports(config), *check_rdma(config, ports, no_rdma_reason))
     report(*check_launch(config))
     report(*check_secret(config), *check_aggregators(config))
-    _sum_up(console, seen)
-    return not seen["fail"]
+    _print_summary(console, counts)
+    return not counts["fail"]
 
 
-def _sum_up(console: Console, seen: Counter[str]) -> None:
-    if seen["fail"]:
-        console.print(f"{seen['fail']} of these cannot work as configured", style="bold red")
-    elif seen["warn"]:
-        console.print(f"all can work, {seen['warn']} not as well as it could", style="yellow")
+def _print_summary(console: Console, counts: Counter[str]) -> None:
+    if counts["fail"]:
+        console.print(f"{counts['fail']} of these cannot work as configured", style="bold red")
+    elif counts["warn"]:
+        console.print(f"all can work, {counts['warn']} not as well as it could", style="yellow")
     else:
         console.print("all is well", style="green")

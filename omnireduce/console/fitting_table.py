@@ -18,12 +18,12 @@ class FittingTable:
     """A table of one line for each row. Cells are never cut. Text of peers in a cell acts neither as markup nor as a
     command to the terminal.
 
-    `titles` of all columns; those in `left` are aligned to the left. Columns are left out in the order of `spare` until
-    the others fit into the width. If they never do, the longest cells continue on the next line.
+    `titles` of all columns; those in `left_aligned` are aligned to the left. Columns are left out in the order of
+    `dispensable` until the others fit into the width. If they never do, the longest cells continue on the next line.
     """
 
-    def __init__(self, titles: Sequence[str], *, left: Collection[str], spare: Sequence[str]) -> None:
-        self._titles, self._left, self._spare = titles, left, spare
+    def __init__(self, titles: Sequence[str], *, left_aligned: Collection[str], dispensable: Sequence[str]) -> None:
+        self._titles, self._left_aligned, self._dispensable = titles, left_aligned, dispensable
         self._rows: list[list[str]] = []
 
     def __len__(self) -> int:
@@ -35,21 +35,21 @@ class FittingTable:
         self._rows.append([*map(shown, cells), *empty])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        kept = self._that_fit(options.max_width)
+        columns = self._fitting_columns(options.max_width)
         table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
-        for number in kept:
+        for number in columns:
             title = self._titles[number]
-            table.add_column(title, justify="left" if title in self._left else "right", overflow="fold")
+            table.add_column(title, justify="left" if title in self._left_aligned else "right", overflow="fold")
         for row in self._rows:
-            table.add_row(*(Text(row[number]) for number in kept))
+            table.add_row(*(Text(row[number]) for number in columns))
         yield table
 
-    def _that_fit(self, width: int) -> list[int]:
+    def _fitting_columns(self, width: int) -> list[int]:
         """The numbers of the columns that are shown."""
-        kept = list(range(len(self._titles)))
-        widths = [max(map(cell_len, column)) for column in zip(self._titles, *self._rows, strict=True)]
-        for title in self._spare:
-            if sum(widths[number] for number in kept) + GAP * (len(kept) - 1) <= width:
+        columns = list(range(len(self._titles)))
+        widths = [max(map(cell_len, column_texts)) for column_texts in zip(self._titles, *self._rows, strict=True)]
+        for title in self._dispensable:
+            if sum(widths[number] for number in columns) + GAP * (len(columns) - 1) <= width:
                 break
-            kept = [number for number in kept if self._titles[number] != title]
-        return kept
+            columns = [number for number in columns if self._titles[number] != title]
+        return columns

@@ -18,27 +18,27 @@ from omnireduce.errors import RefusedError
 from omnireduce.runtime.aggregator_client import ask_all
 from omnireduce.support.addresses import Address, parse_listen, seen_from_here
 from omnireduce.support.config import Config, override_config
-from omnireduce.support.job_summary import Answers, JobSummary, summed_jobs, waits_for
+from omnireduce.support.job_summary import Answers, JobSummary, summarize_jobs, waits_for
 from omnireduce.support.printing import density_text, duration, short_count
 from omnireduce.support.secret import load_secret
 
 # columns of jobs that a narrow terminal does without, the least important first
-_SPARE = ("slots", "union", "by", "in", "out", "density", "late", "age", "team", "in/s", "out/s", "done")
+_DISPENSABLE = ("slots", "union", "by", "in", "out", "density", "late", "age", "team", "in/s", "out/s", "done")
 
 
-class View:
+class StatusView:
     """The tables for one look after another. From the second look on they have the rates since the one before."""
 
     def __init__(self) -> None:
-        self._last: dict[tuple[str, str, bool], Traffic] = {}
-        self._last_at: float | None = None
+        self._last_traffic: dict[tuple[str, str, bool], Traffic] = {}
+        self._last_time: float | None = None
 
     def show(self, answers: Answers, now: float) -> RenderableType:
         """The tables for these answers, which came at `now` (seconds), and below them what stands out."""
-        elapsed_s = None if self._last_at is None else now - self._last_at
-        jobs = summed_jobs(answers)
+        elapsed_s = None if self._last_time is None else now - self._last_time
+        jobs = summarize_jobs(answers)
         with_teams = any(job.team for job in jobs)
-        table, seen = _jobs_table(with_rates=elapsed_s is not None, with_teams=with_teams), {}
+        table, traffic_by_job = _jobs_table(with_rates=elapsed_s is not None, with_teams=with_teams), {}
         notes = [
             Text(shown(str(answer)), style="bold red") for answer in answers.values() if isinstance(answer, Exception)
         ]
@@ -46,15 +46,15 @@ class View:
         if draining:
             notes.append(Text(f"{listed(draining)} drains, and takes no new jobs", style="yellow"))
         for job in jobs:
-            seen[job.key] = job.traffic
-            rates = [] if elapsed_s is None else _rates(job.traffic, self._last.get(job.key), elapsed_s)
+            traffic_by_job[job.key] = job.traffic
+            rates = [] if elapsed_s is None else _rates(job.traffic, self._last_traffic.get(job.key), elapsed_s)
             name, *cells = _cells(job, rates)
             table.add([name, *([job.team] if with_teams else []), *cells])
             notes += _notes(job)
-        self._last, self._last_at = seen, now
+        self._last_traffic, self._last_time = traffic_by_job, now
         are_known = any(isinstance(answer, Status) for answer in answers.values())
-        none = Text("no jobs") if are_known else Text("nothing is known of jobs")
-        return Group(_shards_table(answers), Text(), table if jobs else none, *notes)
+        no_jobs = Text("no jobs") if are_known else Text("nothing is known of jobs")
+        return Group(_shards_table(answers), Text(), table if jobs else no_jobs, *notes)
 
 
 def _rates(traffic: Traffic, last: Traffic | None, elapsed_s: float) -> list[str]:
@@ -66,10 +66,12 @@ def _rates(traffic: Traffic, last: Traffic | None, elapsed_s: float) -> list[str
 
 def _shards_table(answers: Answers) -> FittingTable:
     titles = ("shard", "up", "jobs", "gather", "conn", "in", "out", "refused", "aborts")
-    table = FittingTable(titles, left=("shard", "aborts"), spare=("gather", "conn", "refused", "aborts", "out", "in"))
+    table = FittingTable(
+        titles, left_aligned=("shard", "aborts"), dispensable=("gather", "conn", "refused", "aborts", "out", "in")
+    )
     for address, status in answers.items():
         if isinstance(status, Exception):
-            table.add([address, _state_of(status)])
+            table.add([address, _state_after_error(status)])
             continue
         aborts = ", ".join(f"{count} {cause}" for cause, count in status.aborts.items() if count) or "none"
         counts = [status.running, status.gathering, status.connections]
@@ -78,7 +80,7 @@ def _shards_table(answers: Answers) -> FittingTable:
     return table
 
 
-def _state_of(error: Exception) -> str:
+def _state_after_error(error: Exception) -> str:
     """Why a shard has said nothing, in one word or two."""
     if isinstance(error, RefusedError):
         return "refused"
@@ -90,7 +92,7 @@ def _jobs_table(*, with_rates: bool, with_teams: bool) -> FittingTable:
     team = ("team",) if with_teams else ()
     first = ("ranks", "by", "age", "done", "in", "out")
     titles = ("job", *team, *first, *rates, "density", "union", "slots", "late", "waits for")
-    return FittingTable(titles, left=("job", "team"), spare=_SPARE)
+    return FittingTable(titles, left_aligned=("job", "team"), dispensable=_DISPENSABLE)
 
 
 def _cells(job: JobSummary, rates: Sequence[str]) -> list[str]:
@@ -135,18 +137,18 @@ def levels_of(job: JobSummary) -> str:
 WIDTH = 140  # characters, where no terminal says otherwise
 
 
-class Look:
+class StatusReader:
     """Asks the aggregators at `addresses`, as often as wanted; each answer takes `timeout_s` at most.
 
     Raises ConfigError for a malformed address, and when the secret cannot be used.
     """
 
     def __init__(self, addresses: Sequence[str], config: Config, timeout_s: float) -> None:
-        wanted = {"cluster.aggregators": list(addresses), "transport.kind": "auto"}
-        self._config, self._timeout_s = override_config(config, wanted, source="HOST:PORT"), timeout_s
+        overrides = {"cluster.aggregators": list(addresses), "transport.kind": "auto"}
+        self._config, self._timeout_s = override_config(config, overrides, source="HOST:PORT"), timeout_s
         self._secret = load_secret(config.security)
 
-    def now(self) -> dict[str, Status | Exception]:
+    def ask(self) -> dict[str, Status | Exception]:
         """The status of each aggregator, or why it does not answer."""
         addresses = self._config.cluster.aggregators
         answers = ask_all(addresses, self._config, self._timeout_s, secret=self._secret)
@@ -162,9 +164,9 @@ def default_addresses(config: Config) -> Sequence[str]:
     return [str(Address(host, port + shard)) for shard in range(config.aggregator.shards)]
 
 
-def print_json(look: Look) -> bool:
+def print_json(reader: StatusReader) -> bool:
     """Print one list; return whether all aggregators answered."""
-    answers = look.now()
+    answers = reader.ask()
     entries = [
         {"address": address, "error": str(answer)}
         if isinstance(answer, Exception)
@@ -175,20 +177,20 @@ def print_json(look: Look) -> bool:
     return _all_answered(answers)
 
 
-def print_once(look: Look) -> bool:
+def print_once(reader: StatusReader) -> bool:
     """Print the tables; return whether all aggregators answered."""
-    answers = look.now()
-    _console().print(View().show(answers, time.monotonic()))
+    answers = reader.ask()
+    _console().print(StatusView().show(answers, time.monotonic()))
     return _all_answered(answers)
 
 
-def watch_status(look: Look, every_s: float) -> None:
+def watch_status(reader: StatusReader, every_s: float) -> None:
     """Show the tables until Ctrl-C: in place on a terminal, else one after another."""
-    console, view = _console(), View()
+    console, view = _console(), StatusView()
     try:
         with Live(console=console, auto_refresh=False, transient=False) as live:
             while True:
-                tables = view.show(look.now(), time.monotonic())
+                tables = view.show(reader.ask(), time.monotonic())
                 if console.is_terminal:
                     live.update(tables, refresh=True)
                 else:

@@ -26,11 +26,11 @@ def report_timeline(folder: str | Path, job: str | None, output: str | Path) -> 
     Raises UsageError when there are no traces or a file cannot be written.
     """
     check_writable(output)
-    made = merge(folder, output, job)
+    result = merge(folder, output, job)
     console = make_console()
-    console.print(f"{output}: {', '.join(made.who)}; {made.events} events")
-    if made.missed:
-        console.print(f"{made.missed} events are missing: the room for them was full; raise trace.events")
+    console.print(f"{output}: {', '.join(result.who)}; {result.events} events")
+    if result.missed:
+        console.print(f"{result.missed} events are missing: the room for them was full; raise trace.events")
 
 
 def report_trace(folder: str | Path, job: str | None, output: str | Path | None) -> None:
@@ -93,8 +93,8 @@ def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
     """
     under_way = windows(lanes)
     nbytes = sizes(lanes)[: len(under_way[str(lanes[0].origin)][0])]
-    most = max(np.unique(nbytes), key=lambda size: int(nbytes[nbytes == size].sum()), default=0)
-    complete = np.flatnonzero(nbytes == most)
+    chosen_size = max(np.unique(nbytes), key=lambda size: int(nbytes[nbytes == size].sum()), default=0)
+    complete = np.flatnonzero(nbytes == chosen_size)
     chosen = complete[skip:]
     if not chosen.size:
         raise UsageError(
@@ -103,7 +103,7 @@ def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
         )
     spans = {name: (begin[chosen], end[chosen]) for name, (begin, end) in under_way.items()}
     return Breakdown(
-        int(most),
+        int(chosen_size),
         chosen.size,
         nbytes.size,
         min(int(begin[0]) for begin, _ in spans.values()),
@@ -132,34 +132,35 @@ def _row(lane: Lane, lanes: Sequence[Lane], begin: Array, end: Array) -> LaneMed
 def show_breakdown(
     console: Console,
     title: str,
-    found: Breakdown,
+    breakdown: Breakdown,
     lanes: Sequence[Lane],
     references: Sequence[tuple[str, float]] = (),
 ) -> None:
-    """Print the table, `references` (what, milliseconds) below it, and what the traces lack."""
-    heading = f"{title}; {found.count} collectives of {short_count(found.nbytes)} bytes, of {found.recorded} recorded"
+    """Print the table, below it `references` (label, milliseconds), and warnings about incomplete traces."""
+    size = short_count(breakdown.nbytes)
+    heading = f"{title}; {breakdown.count} collectives of {size} bytes, of {breakdown.recorded} recorded"
     table = Table(title=Text(heading, style="bold"), title_justify="left", box=None, pad_edge=False)
-    shown = [name for name in ACTIVITIES if any(row.ms[name] for row in found.rows)]
+    shown = [name for name in ACTIVITIES if any(row.ms[name] for row in breakdown.rows)]
     for name in ("", "whole", *shown, "wakes", "us each"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for row in found.rows:
-        figures = [_shown(value) for value in (row.whole_ms, *(row.ms[name] for name in shown))]
+    for row in breakdown.rows:
+        figures = [_milliseconds_text(value) for value in (row.whole_ms, *(row.ms[name] for name in shown))]
         table.add_row(row.lane, *figures, f"{row.wake_ups:g}", f"{row.wake_up_us:.0f}")
-    work = {name: sum(row.ms[name] for row in found.rows) for name in shown if name not in WAITS}
-    sums = [_shown(work[name]) if name in work else "" for name in shown]
-    table.add_row("all, no waits", _shown(sum(work.values())), *sums)
-    for what, milliseconds in references:
-        table.add_row(what, _shown(milliseconds), style="dim")
+    work = {name: sum(row.ms[name] for row in breakdown.rows) for name in shown if name not in WAITS}
+    sums = [_milliseconds_text(work[name]) if name in work else "" for name in shown]
+    table.add_row("all, no waits", _milliseconds_text(sum(work.values())), *sums)
+    for label, milliseconds in references:
+        table.add_row(label, _milliseconds_text(milliseconds), style="dim")
     console.print(table)
     console.print(Text(NOTES, style="dim"))
     for lane in lanes:
         if lane.origin.missed:
-            full = f"{lane.origin}: the trace was full and misses {lane.origin.missed} spans; raise trace.events"
-            console.print(Text(full, style="bold red"))
+            warning = f"{lane.origin}: the trace was full and misses {lane.origin.missed} spans; raise trace.events"
+            console.print(Text(warning, style="bold red"))
     if absent := missing(lanes):
         console.print(Text(f"no trace of {', '.join(absent)}: is trace.folder set there?", style="bold red"))
 
 
-def _shown(milliseconds: float) -> str:
+def _milliseconds_text(milliseconds: float) -> str:
     """Five digits at most: 0.008, 36.91, 147.4."""
     return f"{milliseconds:.{3 if milliseconds < 10 else 2 if milliseconds < 100 else 1}f}"

@@ -45,18 +45,18 @@ class JobSummary(NamedTuple):
         return self.name, self.team, not self.gathers
 
 
-def summed_jobs(answers: Answers) -> list[JobSummary]:
+def summarize_jobs(answers: Answers) -> list[JobSummary]:
     """The jobs of all shards, by name; those that gather come before those of their name that run."""
     jobs = [job for answer in answers.values() if isinstance(answer, Status) for job in answer.jobs]
-    return [_summed(list(parts)) for _, parts in groupby(sorted(jobs, key=_same_job), key=_same_job)]
+    return [_sum_shards(list(parts)) for _, parts in groupby(sorted(jobs, key=_job_key), key=_job_key)]
 
 
-def _same_job(job: JobStatus) -> tuple[str, str, bool]:
+def _job_key(job: JobStatus) -> tuple[str, str, bool]:
     """A key that is the same for a job on all shards: each shard counts generations by itself."""
     return job.name, job.team, job.generation > 0
 
 
-def _summed(shards: Sequence[JobStatus]) -> JobSummary:
+def _sum_shards(shards: Sequence[JobStatus]) -> JobSummary:
     first, traffic = shards[0], Traffic()
     for shard in shards:
         traffic.add(shard.traffic)
@@ -86,6 +86,6 @@ def waits_for(wait: Stragglers | None) -> str:
     """The ranks that a collective waits for, in few words."""
     if wait is None:
         return ""
-    who = f"rank {wait.ranks[0]}" if wait.total == 1 and wait.ranks else f"{wait.total} ranks"
-    who = who if wait.total else "an aggregator"
-    return f"{who} {duration(wait.seconds)}"
+    ranks_text = f"rank {wait.ranks[0]}" if wait.total == 1 and wait.ranks else f"{wait.total} ranks"
+    ranks_text = ranks_text if wait.total else "an aggregator"
+    return f"{ranks_text} {duration(wait.seconds)}"

@@ -12,7 +12,7 @@ from local_cluster import READY_S, Daemon, Process, configured, eventually, star
 
 from omnireduce import Communicator, ConfigError
 from omnireduce.aggregator.access import make_access
-from omnireduce.aggregator.advice import advice, changed, refuse_itself_as_upstream
+from omnireduce.aggregator.advice import advice, changed_settings, refuse_itself_as_upstream
 from omnireduce.support.config import load_config
 
 
@@ -97,8 +97,8 @@ def test_what_changed_in_the_configuration_and_does_not_count_is_named(tmp_path:
 
 def test_keys_that_only_workers_read_do_not_count() -> None:
     before, after = (load_config(overrides=[f"cluster.job={job}"], environ={}) for job in ("a", "b"))
-    assert changed(before, after) == []
-    assert changed(before, load_config(overrides=["transport.kind=tcp"], environ={})) == [
+    assert changed_settings(before, after) == []
+    assert changed_settings(before, load_config(overrides=["transport.kind=tcp"], environ={})) == [
         'transport.kind ("auto", now "tcp")'
     ]
 

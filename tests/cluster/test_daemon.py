@@ -89,7 +89,7 @@ def look(self):
     if len(looks) == 4:
         os.write(2, b"the end\\n")
         os.kill(os.getpid(), signal.SIGTERM)
-daemon.Daemon._look = look"""
+daemon.Daemon._check_heartbeats = look"""
     status, _, log = run_with(patch)
     assert status == 0
     assert "event=left_out" in log[: log.index("the end")]

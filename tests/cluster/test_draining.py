@@ -25,7 +25,7 @@ from transports import over
 
 from omnireduce import AbortedError, Communicator, RefusedError
 from omnireduce.aggregator.children import Child
-from omnireduce.aggregator.drain_state import LEAST_S, Draining
+from omnireduce.aggregator.drain_state import MIN_DRAIN_S, Draining
 from omnireduce.core.admin_messages import Action, AdminRequest, Order
 from omnireduce.core.status_messages import StatusRequest
 from omnireduce.core.wire.control import PROTOCOL_VERSION
@@ -360,30 +360,30 @@ def test_it_ends_when_all_shards_have_said_that_no_job_is_there() -> None:
     draining, shards, now = Draining(), children("a:1", "a:2"), time.monotonic()
     assert not draining.is_over(shards, now)
     draining.begin(Order("drain", "me"))
-    draining.note(shards[0], 0)
-    assert draining.unheard(shards) == shards[1:]
-    later = now + LEAST_S + 1
+    draining.record_jobs(shards[0], 0)
+    assert draining.without_report(shards) == shards[1:]
+    later = now + MIN_DRAIN_S + 1
     assert not draining.is_over(shards, later)
-    draining.note(shards[1], 2)
+    draining.record_jobs(shards[1], 2)
     assert not draining.is_over(shards, later)
     assert draining.jobs() == 2
-    draining.note(shards[1], 0)
+    draining.record_jobs(shards[1], 0)
     assert not draining.is_over(shards, now)
     assert draining.is_over(shards, later)
     draining.forget(shards[0])
     assert not draining.is_over(shards, later)
-    draining.take_back()
+    draining.resume()
     assert not draining.is_over(shards, later)
 
 
 def test_a_stop_is_not_taken_back_and_keeps_its_time() -> None:
     draining, shards = Draining(), children("a:1")
     draining.begin(Order("drain", "me"))
-    draining.note(shards[0], 1)
+    draining.record_jobs(shards[0], 1)
     draining.begin(Order("drain", "a signal", stops=True), 5.0)
     until = draining.until
     draining.begin(Order("drain", "me"))
-    draining.take_back()
+    draining.resume()
     assert draining.stops
     assert draining.until == until < time.monotonic() + 6.0
     assert not draining.is_over(shards, until - 1)

@@ -13,11 +13,11 @@ from local_cluster import WAIT_S, Daemon, configured, start_job
 from test_metrics import LISTEN, base, get
 
 from omnireduce import Communicator
-from omnireduce.aggregator.live.history import JOBS, KEPT_S, LOOKS, History, Rate
-from omnireduce.aggregator.live.page import HEIGHT, MOST_JOBS, WIDTH, LivePage, timeline
+from omnireduce.aggregator.live.history import KEPT_S, MAX_SAMPLED_JOBS, MAX_SAMPLES, History, Rate
+from omnireduce.aggregator.live.page import HEIGHT, MAX_JOBS_SHOWN, WIDTH, LivePage, timeline
 from omnireduce.core.status_messages import JobRelay, JobStatus, LateRank, Status, Stragglers, Traffic
 from omnireduce.errors import TransportError
-from omnireduce.support.job_summary import Answers, JobSummary, summed_jobs
+from omnireduce.support.job_summary import Answers, JobSummary, summarize_jobs
 
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"
 
@@ -60,7 +60,7 @@ def answer(*jobs: JobStatus, **changes: Any) -> Status:
 
 def shown(answers: Answers) -> Page:
     live = LivePage()
-    live.note(answers)
+    live.add_samples(answers)
     return Page(live.make(answers))
 
 
@@ -102,8 +102,8 @@ def test_what_peers_say_is_text() -> None:
 
 def looks(history: History, *received: int, name: str = "train", every_s: float = 1.0) -> JobSummary:
     for number, total in enumerate(received):
-        [result] = summed_jobs({"a:1": answer(job(name, received=total))})
-        history.note([result], number * every_s)
+        [result] = summarize_jobs({"a:1": answer(job(name, received=total))})
+        history.add_samples([result], number * every_s)
     return result
 
 
@@ -117,15 +117,15 @@ def test_a_shard_that_misses_a_look_is_no_peak() -> None:
     live = LivePage()
     whole = {"a:1": answer(job(received=10**9)), "b:1": answer(job(received=10**9))}
     for answers in (whole, {**whole, "b:1": TransportError("no answer in time")}, whole):
-        live.note(answers)
-    [result] = summed_jobs(whole)
+        live.add_samples(answers)
+    [result] = summarize_jobs(whole)
     assert all(rate.received == 0 for rate in live._history.rates(result))
 
 
 def test_the_page_has_room_for_some_jobs() -> None:
-    page = shown({"a:1": answer(*(job(f"job{number:03}") for number in range(MOST_JOBS + 7)))})
-    assert f"job{MOST_JOBS - 1:03}" in page.text
-    assert f"job{MOST_JOBS:03}" not in page.text
+    page = shown({"a:1": answer(*(job(f"job{number:03}") for number in range(MAX_JOBS_SHOWN + 7)))})
+    assert f"job{MAX_JOBS_SHOWN - 1:03}" in page.text
+    assert f"job{MAX_JOBS_SHOWN:03}" not in page.text
     assert "and 7 more jobs" in page.text
 
 
@@ -142,15 +142,15 @@ def test_another_job_of_the_same_name_begins_anew() -> None:
 
 def test_looks_are_few_enough() -> None:
     history = History()
-    result = looks(history, *range(2 * LOOKS), every_s=0.1)
-    assert len(history.rates(result)) < 2 * LOOKS / 4
+    result = looks(history, *range(2 * MAX_SAMPLES), every_s=0.1)
+    assert len(history.rates(result)) < 2 * MAX_SAMPLES / 4
     result = looks(history, *range(1000), every_s=10.0)
     assert len(history.rates(result)) == KEPT_S / 10
-    many = summed_jobs({"a:1": answer(*(job(f"job {number}") for number in range(2 * JOBS)))})
-    history.note(many, 1e6)
-    history.note(many, 1e6 + 1)
-    assert sum(bool(history.rates(each)) for each in many) == JOBS
-    history.note([], 1e6 + 2)
+    many = summarize_jobs({"a:1": answer(*(job(f"job {number}") for number in range(2 * MAX_SAMPLED_JOBS)))})
+    history.add_samples(many, 1e6)
+    history.add_samples(many, 1e6 + 1)
+    assert sum(bool(history.rates(each)) for each in many) == MAX_SAMPLED_JOBS
+    history.add_samples([], 1e6 + 2)
     assert not any(history.rates(each) for each in many)
 
 
@@ -158,7 +158,7 @@ def test_a_timeline_ends_now_and_fits() -> None:
     line = timeline([Rate(400.0, 0.0, 50.0), Rate(700.0, 100.0, 25.0), Rate(1000.0, 50.0, 0.0)], 1000.0)
     assert line is not None
     assert line.received == f"0.0,{HEIGHT:.1f} {WIDTH / 2:.1f},0.0 {WIDTH:.1f},{HEIGHT / 2:.1f}"
-    assert line.most == "100"
+    assert line.top == "100"
     assert timeline([Rate(1.0, 1.0, 1.0)], 1.0) is None
     idle = timeline([Rate(1.0, 0.0, 0.0), Rate(2.0, 0.0, 0.0)], 2.0)
     assert idle is not None

@@ -21,7 +21,7 @@ from test_metrics import LISTEN, base, get, scrape
 from transports import over
 
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
-from omnireduce.aggregator.children import ChannelEnd, Deaths, Family
+from omnireduce.aggregator.children import ChannelEnd, Children, Deaths
 from omnireduce.aggregator.daemon import Daemon as Supervisor
 from omnireduce.aggregator.reload_in_children import reload_on_hangup
 from omnireduce.runtime.aggregator_client import ask
@@ -217,7 +217,7 @@ def test_an_error_while_files_are_read_again_ends_no_supervisor(monkeypatch: pyt
     supervisor._reload()
     assert supervisor._access is before
     supervisor._signals.close()
-    supervisor._signals_in.close()
+    supervisor._signals_writer.close()
 
 
 def test_the_key_of_tickets_is_of_one_daemon_and_outlives_a_reload(keys: Keys) -> None:
@@ -231,7 +231,7 @@ def test_the_key_of_tickets_is_of_one_daemon_and_outlives_a_reload(keys: Keys) -
         assert supervisor._access is not access
         assert supervisor._access.ticket_key == access.ticket_key
         supervisor._signals.close()
-        supervisor._signals_in.close()
+        supervisor._signals_writer.close()
 
 
 def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:
@@ -243,11 +243,11 @@ def test_a_child_hears_a_signal_that_came_before_it_listened() -> None:
         reload_on_hangup(lambda: bool(os.write(write_end, b"!")))
         select.select([line], [], [])
 
-    family = Family()
+    family = Children()
     family.start("shard", "a:1", run, Deaths())
     os.close(write_end)
     assert os.read(read_end, 1) == b"!"
-    family.hang_up()
+    family.send_hangup()
     assert os.read(read_end, 1) == b"!"
     assert family.stop(family.members, WAIT_S) == []
     assert family.members[0].process.exitcode == 0

@@ -61,7 +61,7 @@ def serving(limit_s: float, *shards: str, watchdog_s: float = 30.0) -> Iterator[
 def test_the_page_of_health_names_a_shard_that_takes_no_turn() -> None:
     with serving(60.0, "127.0.0.1:1", watchdog_s=0.2) as pages:
         assert pages.get("healthz") == ALIVE  # it does not serve yet
-        [pulse] = pages.monitor._pulses
+        [pulse] = pages.monitor._heartbeats
         pulse.beat()
         assert pages.get("healthz") == ALIVE
         assert eventually(lambda: pages.get("healthz") == (503, "127.0.0.1:1: no turn for 0 s\n"))
@@ -92,7 +92,7 @@ def test_without_descriptors_the_server_looks_again_after_a_while(caplog: pytest
             with descriptors_below(0):
                 for client in clients:
                     client.connect(parse_address(pages.address))
-                assert eventually(lambda: pages.server._again_at is not None)
+                assert eventually(lambda: pages.server._listen_again_at is not None)
                 assert pages.server.socket not in pages.server._selector.get_map()
             clients[1].settimeout(WAIT_S)
             clients[1].sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
@@ -163,8 +163,8 @@ def test_all_who_wait_for_a_shard_share_one_round_of_asking() -> None:
         waiting = [stack.enter_context(pages.connect()) for _ in range(AT_ONCE)]
         for client in waiting:
             client.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
-        assert eventually(lambda: pages.monitor._round is not None)
-        under_way = pages.monitor._round
+        assert eventually(lambda: pages.monitor._answers_to_come is not None)
+        under_way = pages.monitor._answers_to_come
         assert under_way is not None
         assert eventually(lambda: len(under_way._condition._waiters) == AT_ONCE - 1)  # type: ignore[attr-defined]
         assert pages.get("readyz") == (503, f"{AT_ONCE} requests wait for the shards already\n")

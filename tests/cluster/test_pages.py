@@ -19,7 +19,7 @@ from test_metrics import LISTEN, base, get
 from test_monitor import serving
 
 from omnireduce.aggregator.http_monitor import CONNECTIONS
-from omnireduce.aggregator.page_access import CHALLENGES, make_pages, why_open
+from omnireduce.aggregator.page_access import CHALLENGES, make_pages, warning_if_open
 from omnireduce.errors import ConfigError
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.config import Metrics
@@ -269,7 +269,7 @@ def test_a_page_for_another_host_is_refused_in_one_line() -> None:
             status, text, _ = ask(f"http://{pages.address}/{page}", ("Host", "rebound.example:9464"))
             assert status == 403
             assert "which is not called 'rebound.example:9464': ask for localhost, or give metrics.token_file" in text
-        assert pages.monitor._round is None
+        assert pages.monitor._answers_to_come is None
         assert pages.get("healthz")[0] == 200
 
 
@@ -284,7 +284,7 @@ def test_a_warning_where_other_hosts_can_read_them(token_file: Path) -> None:
         ("127.0.0.1:9464", {}, False),
         ("", {}, False),
     ]:
-        text = why_open(Metrics(listen=listen, **more))
+        text = warning_if_open(Metrics(listen=listen, **more))
         assert bool(text) == is_open
         assert text.endswith("give metrics.token_file, or metrics.tls_ca") == is_open
     with Daemon(1, "metrics.listen=0.0.0.0:0") as daemon:
@@ -314,4 +314,4 @@ def test_a_refusal_by_itself(token_file: Path) -> None:
     with serving(60.0, "127.0.0.1:1") as pages:
         pages.monitor.access = make_pages(Metrics(token_file=str(token_file)))
         status, _, challenge = ask(f"http://{pages.address}/metrics")
-        assert (status, challenge, pages.monitor._round) == (401, CHALLENGES[0], None)
+        assert (status, challenge, pages.monitor._answers_to_come) == (401, CHALLENGES[0], None)

@@ -16,7 +16,7 @@ import pytest
 from cluster_checks import assert_serves, expect_round
 from local_cluster import READY_S, ROOT, WAIT_S, Daemon, Process, eventually, workers
 
-from omnireduce.aggregator.heartbeats import LOOK_S, Heartbeat, HeartbeatWatch, look_s
+from omnireduce.aggregator.heartbeats import CHECK_S, Heartbeat, HeartbeatWatch, check_interval_s
 from omnireduce.aggregator.systemd import watchdog_s
 
 HANGS_S = 1.0  # the limit in these tests; a busy machine may keep a process waiting for a part of it
@@ -107,15 +107,15 @@ def test_a_host_that_was_stopped_is_no_hang() -> None:
     start = time.monotonic()
     for second in range(5):
         pulse.beat()
-        watch.look(start + second)
+        watch.check(start + second)
         assert watch.silent_s == 0
-    watch.look(start + 3600)
-    assert watch.silent_s == 2 * LOOK_S
+    watch.check(start + 3600)
+    assert watch.silent_s == 2 * CHECK_S
     pulse.beat()
-    watch.look(start + 3601)
+    watch.check(start + 3601)
     assert watch.silent_s == 0
     for second in range(4):
-        watch.look(start + 3602 + second)
+        watch.check(start + 3602 + second)
     assert watch.silent_s == 4
 
 
@@ -136,5 +136,5 @@ def test_what_systemd_wants(environ: dict[str, str], expected: float | None) -> 
 
 
 def test_a_shard_turns_often_enough() -> None:
-    assert look_s(0) == look_s(30) == LOOK_S
-    assert look_s(1) == 0.25
+    assert check_interval_s(0) == check_interval_s(30) == CHECK_S
+    assert check_interval_s(1) == 0.25

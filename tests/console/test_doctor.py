@@ -24,7 +24,7 @@ from omnireduce.console.doctor import (
     check_processor,
     check_rdma,
     find_ports,
-    locking_is_free,
+    may_lock_any_memory,
 )
 
 NOWHERE = "127.0.0.1:9"
@@ -248,8 +248,8 @@ def test_descriptors(soft: int, hard: int, expected: str) -> None:
 
 
 def test_who_may_lock_what_it_likes() -> None:
-    assert locking_is_free("CapEff:\t0000000000004000\n")
-    assert not locking_is_free("CapEff:\t00000000a80425fb\n")
+    assert may_lock_any_memory("CapEff:\t0000000000004000\n")
+    assert not may_lock_any_memory("CapEff:\t00000000a80425fb\n")
 
 
 def test_no_device_is_no_failure_unless_asked_for() -> None:

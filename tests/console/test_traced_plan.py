@@ -16,7 +16,7 @@ from transports import TRANSPORTS, over
 
 from omnireduce import Communicator
 from omnireduce.console.commands import main
-from omnireduce.console.plan.traced_jobs import MOST_SIZES, Size, few, read_reduced
+from omnireduce.console.plan.traced_jobs import MOST_SIZES, Size, combine_small_sizes, read_reduced
 from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.trace import OF_TENSOR, Origin, Recorder, SpanKind
 from omnireduce.support.config import Trace
@@ -180,15 +180,15 @@ def test_many_sizes_become_few(tmp_path: Path) -> None:
     assert (last.times, last.nbytes, last.blocks, last.block_bytes) == (6, 3584, 4, 1024)  # 1 to 6 blocks
     assert (last.density, last.union_density) == pytest.approx((9 / 21, 1))
     assert "the last row stands for the 6 sizes with the fewest bytes" in run("--trace", str(tmp_path)).output
-    assert few(result.sizes, MOST_SIZES) == result.sizes
+    assert combine_small_sizes(result.sizes, MOST_SIZES) == result.sizes
 
 
 def test_few_sizes_keep_what_is_sent() -> None:
     """A block is sent whole, also that of a tensor that does not fill it."""
     small = [Size(1, nbytes, 1, 1024, 1.0, 1.0) for nbytes in (4, 8)]
-    assert few([Size(1, 4096, 4, 1024, 1.0, 1.0), *small], 2)[1:] == [Size(2, 6, 1, 1024, 1.0, 1.0)]
+    assert combine_small_sizes([Size(1, 4096, 4, 1024, 1.0, 1.0), *small], 2)[1:] == [Size(2, 6, 1, 1024, 1.0, 1.0)]
     empty = [Size(1, 0, 0, block_bytes, 0.0, 0.0) for block_bytes in (512, 1024)]
-    assert few([Size(1, 4096, 4, 1024, 1.0, 1.0), *empty], 2) == [Size(1, 4096, 4, 1024, 1.0, 1.0)]
+    assert combine_small_sizes([Size(1, 4096, 4, 1024, 1.0, 1.0), *empty], 2) == [Size(1, 4096, 4, 1024, 1.0, 1.0)]
 
 
 def error(*arguments: str) -> str:

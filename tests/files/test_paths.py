@@ -15,7 +15,7 @@ from local_cluster import WAIT_S
 
 from omnireduce import ConfigError, OmniReduceError, UsageError
 from omnireduce.console.bench.recorded import find_arrays
-from omnireduce.console.tune.report import opened_log
+from omnireduce.console.tune.report import open_log
 from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.connection import STDOUT
 from omnireduce.launch.flags import read_yaml
@@ -170,7 +170,7 @@ def _saved(path: str) -> None:
 
 
 def _logged(path: str) -> None:
-    with opened_log(path):
+    with open_log(path):
         pass
 
 

@@ -117,7 +117,7 @@ def test_an_mpirun_that_does_not_end_is_waited_for_no_longer(
     """Also where a child of it keeps its output."""
     (tmp_path / "mpirun").write_text("#!/bin/sh\nsleep 1000 &\nwait\n")
     (tmp_path / "mpirun").chmod(0o700)
-    monkeypatch.setattr(other_launchers, "_LOOK_S", 1000.0 if is_interrupted else 0.1)
+    monkeypatch.setattr(other_launchers, "_VERSION_S", 1000.0 if is_interrupted else 0.1)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     if is_interrupted:
         os.write(idle._wake_writer.fileno(), bytes([signal.SIGINT]))

@@ -13,7 +13,7 @@ from omnireduce.console.plan.model import (
     Messages,
     Plan,
     Prediction,
-    least_s,
+    link_time_s,
     predict,
     union_density,
     windows_for,
@@ -61,7 +61,7 @@ def test_where_processors_cost_nothing_the_bound_of_a_link_is_what_remains(hosts
     """The bound of `omnireduce density`. Blocks that a rank alone has may be left out of what comes down to it."""
     seconds = predicted(Plan(1, True, hosts, dedicated=True), Hosts(hosts, 8, GIGABIT, 0.0), density, FREE).seconds
     up, down = (BLOCKS * BLOCK_BYTES * share for share in (density, union_density(density, hosts)))
-    assert 0.98 * least_s(up, up, GIGABIT) <= seconds <= 1.08 * least_s(up, down, GIGABIT)
+    assert 0.98 * link_time_s(up, up, GIGABIT) <= seconds <= 1.08 * link_time_s(up, down, GIGABIT)
 
 
 def test_ranks_that_are_one_sender_send_what_they_have_together() -> None:

@@ -142,9 +142,9 @@ class Dataset:
         for first, rows in self._chunks(result):
             union = self._union[first : first + len(rows)]
             # Outside the union every element must be zero, inside it what the oracle expects.
-            got, blocks = rows[union], first + np.flatnonzero(union)
-            count += self._count_nonzero(rows) - self._count_nonzero(got)
-            count += int(np.count_nonzero(got != self._expected(round_number, blocks, rows.shape[1])))
+            values, blocks = rows[union], first + np.flatnonzero(union)
+            count += self._count_nonzero(rows) - self._count_nonzero(values)
+            count += int(np.count_nonzero(values != self._expected(round_number, blocks, rows.shape[1])))
         return count
 
     def _chunks(self, tensor: Array) -> Iterator[tuple[int, Array]]:
@@ -166,8 +166,8 @@ class Dataset:
         key = np.random.SeedSequence([self._seed, rank, round_number]).generate_state(1, np.uint64)
         picks = _hash(blocks.astype(np.uint64) + key) >> np.uint64(32)
         picks = picks * np.uint64(self._starts.size) >> np.uint64(32)  # scales 32 random bits to [0, size)
-        taken: Array = self._windows[self._starts[picks], :width]
-        return taken
+        elements: Array = self._windows[self._starts[picks], :width]
+        return elements
 
     def _expected(self, round_number: int, blocks: Array, width: int) -> Array:
         """The oracle: the reduction in rank order, of `blocks` (int64) that are in the union."""
@@ -187,13 +187,13 @@ class Dataset:
         return int(np.count_nonzero(rows))
 
 
-def reduce_in_rank_order(parts: Iterable[Array], kind: ElementType, op: str) -> Array:
+def reduce_in_rank_order(parts: Iterable[Array], element_type: ElementType, op: str) -> Array:
     """The result that the service promises for `parts`, as a new array. There is one part of each rank, of one shape
-    and of elements of `kind`.
+    and of elements of `element_type`.
 
     Their byte order may be any. Besides the result it needs the memory of one accumulator.
     """
-    accumulator = np.dtype(np.float32) if kind.is_narrow else kind.dtype
+    accumulator = np.dtype(np.float32) if element_type.is_narrow else element_type.dtype
     total, world_size = np.empty(0), 0
     with np.errstate(all="ignore"):  # as in the service: overflow gives an infinity, NaN is data
         for world_size, part in enumerate(parts, 1):
@@ -203,7 +203,7 @@ def reduce_in_rank_order(parts: Iterable[Array], kind: ElementType, op: str) -> 
                 _REDUCE[op](total, part, out=total, dtype=accumulator)
         if op == "mean":
             total /= accumulator.type(world_size)
-        return total.astype(kind.dtype, copy=False)
+        return total.astype(element_type.dtype, copy=False)
 
 
 def check_reduction(dtype: str, op: str) -> ElementType:
@@ -221,7 +221,7 @@ def check_data(
     dtype: str, op: str, density: float, overlap: str, world_size: int, distribution: str = "uniform"
 ) -> ElementType:
     """The element type of such data. Raises UsageError if there is no such data."""
-    kind = check_reduction(dtype, op)
+    element_type = check_reduction(dtype, op)
     if overlap not in _OVERLAPS:
         raise UsageError(f"got overlap {overlap!r}, expected one of {', '.join(_OVERLAPS)}")
     if distribution not in _CHOOSE:
@@ -231,23 +231,23 @@ def check_data(
             f"{world_size} workers cannot have disjoint blocks at density {density:g}, "
             f"expected a density of at most {1 / world_size:g} or an overlap other than 'none'"
         )
-    return kind
+    return element_type
 
 
-def _values(kind: ElementType, op: str, world_size: int, count: int, rng: np.random.Generator) -> Array:
+def _values(element_type: ElementType, op: str, world_size: int, count: int, rng: np.random.Generator) -> Array:
     """The table: `count` random values, see the module's text."""
-    if not kind.is_float:
-        limits = np.iinfo(kind.dtype)
-        values = rng.integers(limits.min, limits.max, count, kind.dtype, endpoint=True)
+    if not element_type.is_float:
+        limits = np.iinfo(element_type.dtype)
+        values = rng.integers(limits.min, limits.max, count, element_type.dtype, endpoint=True)
     elif op == "prod":
         values = rng.choice([-1.0, 1.0], count) * rng.choice([0.5, 1.0, 2.0], count)
     else:
-        significand_bits = int(ml_dtypes.finfo(kind.dtype).nmant) + 1  # type: ignore[no-untyped-call]
+        significand_bits = int(ml_dtypes.finfo(element_type.dtype).nmant) + 1  # type: ignore[no-untyped-call]
         limit = max(1, 2**significand_bits // world_size)
         values = rng.integers(-limit, limit, count, endpoint=True)
     one_in = 8 * world_size if op == "prod" else 8  # or with many ranks every product would be zero
     values[rng.integers(one_in, size=count) == 0] = 0
-    return values.astype(kind.dtype)
+    return values.astype(element_type.dtype)
 
 
 def _masks(blocks: int, density: float, overlap: str, world_size: int, seed: int, distribution: str) -> list[Array]:

@@ -68,17 +68,19 @@ def find_arrays(pattern: str, world_size: int) -> list[RecordedArray]:
 
     Raises FileError for a file that cannot be read or does not hold what rank 0's does, UsageError for a wrong pattern.
     """
-    first, first_arrays = file_of(pattern, 0), _contents(file_of(pattern, 0))
+    first_path, first_arrays = file_of(pattern, 0), _contents(file_of(pattern, 0))
     if not first_arrays:
-        raise FileError(f"{first}: holds no arrays")
+        raise FileError(f"{first_path}: holds no arrays")
     for rank in range(1, world_size):
         path = file_of(pattern, rank)
-        other = _contents(path)
-        for name in [*first_arrays, *other]:
-            here, there = (_text(name, contents.get(name)) for contents in (other, first_arrays))
-            if here != there:
-                raise FileError(f"{path}: {here}, but {first}: {there}; every rank needs the same arrays")
-    return [RecordedArray(pattern, world_size, name, *what) for name, what in first_arrays.items()]
+        arrays = _contents(path)
+        for name in [*first_arrays, *arrays]:
+            text, first_text = (_array_text(name, contents.get(name)) for contents in (arrays, first_arrays))
+            if text != first_text:
+                raise FileError(f"{path}: {text}, but {first_path}: {first_text}; every rank needs the same arrays")
+    return [
+        RecordedArray(pattern, world_size, name, *shape_and_dtype) for name, shape_and_dtype in first_arrays.items()
+    ]
 
 
 class RecordedTensors:
@@ -158,19 +160,19 @@ def _describe(tensor: Tensor) -> tuple[tuple[int, ...], str]:
     return tensor.shape, str(tensor.values.dtype.newbyteorder("="))
 
 
-def _text(name: str | None, what: tuple[tuple[int, ...], str] | None) -> str:
+def _array_text(name: str | None, shape_and_dtype: tuple[tuple[int, ...], str] | None) -> str:
     """The value of a file under a name, in words."""
     array = "the array" if name is None else f"array {name!r}"
-    if what is None:
+    if shape_and_dtype is None:
         return f"has no {array}"
-    shape, dtype = what
+    shape, dtype = shape_and_dtype
     return f"{array} is {dtype}[{'x'.join(map(str, shape))}]"
 
 
-def _differences(found: Array, expected: Array) -> int:
-    bits = f"u{found.itemsize}"
-    if np.array_equal(found.view(bits), expected.view(bits)):  # almost always, and much faster for 16-bit floats
+def _differences(values: Array, expected: Array) -> int:
+    bits = f"u{values.itemsize}"
+    if np.array_equal(values.view(bits), expected.view(bits)):  # almost always, and much faster for 16-bit floats
         return 0
     with np.errstate(invalid="ignore"):  # signalling NaN
-        numbers = (found == found) | (expected == expected)
-        return int(np.count_nonzero((found != expected) & numbers))
+        numbers = (values == values) | (expected == expected)
+        return int(np.count_nonzero((values != expected) & numbers))

@@ -34,15 +34,15 @@ def run_bench(config: Config, launch: Launch, *, pattern: str | None, json_path:
     writes them to `json_path`. Raises UsageError or FileError, before anything runs, if a case is impossible, if a file
     cannot be read or written or if there is no MPI to compare with.
     """
-    todo: Sequence[Case] = synthetic_cases(config) if pattern is None else recorded_cases(config, pattern, launch.size)
-    for case in todo:
+    cases: Sequence[Case] = synthetic_cases(config) if pattern is None else recorded_cases(config, pattern, launch.size)
+    for case in cases:
         case.check(launch.size)
     baseline = _baseline(launch) if against_mpi else None
     console = make_console(quiet=launch.rank != 0)
     with omni.connect(config, rank=launch.rank, size=launch.size) as comm:
         if json_path is not None and comm.rank == 0:
             check_writable(json_path)  # here, where the other ranks learn at once that this one gives up
-        rows = _run_cases(comm, config, todo, baseline, console)
+        rows = _run_cases(comm, config, cases, baseline, console)
     if json_path is not None and launch.rank == 0:
         write_json(msgspec.json.encode(rows), json_path)
     finalize()
@@ -57,23 +57,23 @@ def _baseline(launch: Launch) -> MpiAllreduce:
 
 
 def _run_cases(
-    comm: Communicator, config: Config, todo: Sequence[Case], baseline: MpiAllreduce | None, console: Console
+    comm: Communicator, config: Config, cases: Sequence[Case], baseline: MpiAllreduce | None, console: Console
 ) -> list[Row]:
     table = RowTable(console, against_mpi=baseline is not None)
     rounds, warmup = config.bench.rounds, config.bench.warmup
     plain = PlainProgress(time.monotonic()) if comm.rank == 0 and not console.is_terminal else None
     rows = []
-    for number, case in enumerate(todo, 1):
-        title = f"case {number} of {len(todo)}: {case}, round"
+    for number, case in enumerate(cases, 1):
+        title = f"case {number} of {len(cases)}: {case}, round"
         with console.status(Text(title), refresh_per_second=2) as status:  # shown on a terminal only
-            on_round = _shown_on(status, plain, title, warmup + rounds)
+            on_round = _show_progress_on(status, plain, title, warmup + rounds)
             row = run_case(comm, case, rounds, warmup, baseline, on_round=on_round)
         table.add(row, case.data)
         rows.append(row)
     return rows
 
 
-def _shown_on(status: Status, plain: PlainProgress | None, title: str, rounds: int) -> Callable[[int], None]:
+def _show_progress_on(status: Status, plain: PlainProgress | None, title: str, rounds: int) -> Callable[[int], None]:
     def show(number: int) -> None:
         text = f"{title} {number + 1} of {rounds}"
         status.update(Text(text))
@@ -97,7 +97,7 @@ def run_case(
     `rounds` are timed, after `warmup` rounds that are only checked. `on_round` is told the number of each
     round before it starts. Raises UsageError if there is no such data, AbortedError when the job failed.
     """
-    run = _Run(comm, case, rounds, against_mpi)
+    run = _CaseRun(comm, case, rounds, against_mpi)
     for number in range(warmup + rounds):
         on_round(number)
         run.service_round(number, number - warmup)
@@ -105,7 +105,7 @@ def run_case(
     return run.row()
 
 
-class _Run:
+class _CaseRun:
     """One case under way on one rank. A negative `timed` marks a round that is not timed."""
 
     def __init__(self, comm: Communicator, case: Case, rounds: int, mpi: MpiAllreduce | None) -> None:
@@ -118,7 +118,7 @@ class _Run:
         self._totals = np.zeros(3)  # bytes sent, bytes received, wrong elements
         self._carried = Counter[str]()  # bytes, by transport
 
-    def service_round(self, number: int, timed: int) -> None:
+    def service_round(self, number: int, timed_round: int) -> None:
         comm, case, tensor = self._comm, self._case, self._tensor
         self._data.fill(comm.rank, number, tensor)
         comm.barrier()
@@ -127,21 +127,21 @@ class _Run:
         comm.allreduce(tensor, op=case.op, name="bench", block_size=case.block_size)
         seconds = time.perf_counter() - start
         after = comm.statistics()
-        if timed >= 0:
-            self._seconds[0, timed] = seconds
+        if timed_round >= 0:
+            self._seconds[0, timed_round] = seconds
             self._totals[0] += after.sent_bytes - before.sent_bytes
             self._totals[1] += after.received_bytes - before.received_bytes
             self._carried += Counter(after.carried) - Counter(before.carried)
         self._totals[2] += self._data.wrong(number, tensor)
 
-    def mpi_round(self, number: int, timed: int) -> None:
+    def mpi_round(self, number: int, timed_round: int) -> None:
         if self._mpi is None or self._result is None:
             return
         self._data.fill(self._comm.rank, number, self._tensor)
         out_of_place = self._mpi.out_of_place(self._tensor, self._result, self._case.op)
         in_place = self._mpi.in_place(self._tensor, self._case.op)
-        if timed >= 0:
-            self._seconds[1:, timed] = out_of_place, in_place
+        if timed_round >= 0:
+            self._seconds[1:, timed_round] = out_of_place, in_place
         if number == 0 and self._data.any_order:
             self._check_mpi(number, self._result)
             self._check_mpi(number, self._tensor)
@@ -156,13 +156,13 @@ class _Run:
         comm, case = self._comm, self._case
         milliseconds = comm.allreduce(self._seconds, op="max", name="bench times") * 1e3
         sent, received, wrong = comm.allreduce(self._totals, name="bench totals")
-        everywhere = comm.allgather_object(dict(self._carried), name="bench carried")
+        carried_by_ranks = comm.allgather_object(dict(self._carried), name="bench carried")
         service = milliseconds[0]
         median = float(np.median(service))
         mpi = float(np.median(milliseconds[1:], axis=1).min()) if self._mpi else None
         nbytes = self._tensor.nbytes
         return Row(
-            transport=carriers_text(sum(map(Counter, everywhere), Counter[str]())),
+            transport=carriers_text(sum(map(Counter, carried_by_ranks), Counter[str]())),
             world_size=comm.size,
             shards=comm.shards,
             op=case.op,

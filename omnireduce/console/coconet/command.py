@@ -82,9 +82,9 @@ def run(config_file: str | None, overrides: tuple[str, ...], np: int, **options:
 )  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", required=True, help="Where to write it.")
 def generate(program: str, schedule: str, target: str, output: str) -> None:
-    from omnireduce.console.coconet.run import chosen
+    from omnireduce.console.coconet.run import choose_pipelines
 
-    [pipeline] = chosen(program, schedule).values()
+    [pipeline] = choose_pipelines(program, schedule).values()
     pipeline.codegen(output, target=target, schedule=schedule)
     run = f"mpirun -n {2 * pipeline.groups} python {shlex.quote(output)} 10"
     click.echo(f"{output}: {program}, {schedule}; {run}")
@@ -117,18 +117,20 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    tried = _numbers("--chunks", chunks, 2, MAX_CHUNKS)
-    check_ranks(np, [candidate.pipeline for candidate in candidates(options["program"], tried)])
+    chunk_counts = _numbers("--chunks", chunks, 2, MAX_CHUNKS)
+    check_ranks(np, [candidate.pipeline for candidate in candidates(options["program"], chunk_counts)])
     elements = _numbers("--sizes", sizes, 1, MOST_ELEMENTS)
-    request = Request(config_file=config_file, overrides=overrides, sizes=elements, chunks=tried, **options)
+    request = Request(config_file=config_file, overrides=overrides, sizes=elements, chunks=chunk_counts, **options)
     _run_on_ranks(request, config, np)
 
 
-def _numbers(option: str, text: str, least: int, most: int) -> list[int]:
+def _numbers(option: str, text: str, smallest: int, largest: int) -> list[int]:
     """Whole numbers with commas between them."""
-    numbers = whole_numbers(text, least, most)
+    numbers = whole_numbers(text, smallest, largest)
     if not numbers:
-        raise UsageError(f"{option} {text[:80]}: expected numbers from {least} to {most}, such as {least},{4 * least}")
+        raise UsageError(
+            f"{option} {text[:80]}: expected numbers from {smallest} to {largest}, such as {smallest},{4 * smallest}"
+        )
     return numbers
 
 

@@ -24,9 +24,9 @@ from omnireduce.support.config import Config
 from omnireduce.support.printing import carriers_text, make_console, short_count, short_time
 
 RATE = 0.01
-CLOSE = 1e-6  # of the largest element, where ranks add up in another order than one process
-NOT_EXACT = ("lamb",)
-WRITTEN = ("w", "m", "v")  # what optimizers update
+TOLERANCE = 1e-6  # of the largest element, where ranks add up in another order than one process
+INEXACT_PROGRAMS = ("lamb",)
+UPDATED_INPUTS = ("w", "m", "v")  # what optimizers update
 
 
 class Request(RankRequest, frozen=True, kw_only=True):
@@ -44,19 +44,19 @@ class Request(RankRequest, frozen=True, kw_only=True):
 
     def pipelines(self) -> dict[str, Pipeline]:
         """The schedules to run. Raises UsageError for a program or a schedule that does not exist."""
-        return chosen(self.program, self.schedule)
+        return choose_pipelines(self.program, self.schedule)
 
 
 def run(request: Request, config: Config) -> bool:
     """Run the schedules, as all ranks do. Rank 0 prints a table. Returns whether all results are right, as far as this
     rank knows."""
     with omni.connect(config) as comm:
-        outcomes = {name: _on_all_ranks(request, pipeline, comm) for name, pipeline in request.pipelines().items()}
+        outcomes = {name: _run_on_all_ranks(request, pipeline, comm) for name, pipeline in request.pipelines().items()}
         size, transport = comm.size, carriers_text(comm.statistics().carried)
     return comm.rank > 0 or _report(request, outcomes, size, transport)
 
 
-def _on_all_ranks(request: Request, pipeline: Pipeline, comm: Communicator) -> Outcome:
+def _run_on_all_ranks(request: Request, pipeline: Pipeline, comm: Communicator) -> Outcome:
     """Run a schedule. The result is NaN if it is not the same on all ranks that have it."""
     outcome = run_schedule(request, pipeline, comm)
     result: Array = comm.broadcast_object(outcome.result, comm.size - 1, name="coconet: result")
@@ -75,16 +75,16 @@ def _report(request: Request, outcomes: dict[str, Outcome], size: int, transport
     differences = {name: difference(outcome.result, expected) for name, outcome in outcomes.items()}
     for name, outcome in outcomes.items():
         table.add_row(*_row(name, outcome, differences[name]))
-    what = f"{request.elements} elements, {request.steps} step{'s' * (request.steps > 1)}"
-    console.print(f"{request.program} on {size} rank{'s' * (size > 1)}: {what}, {transport}")
+    size_text = f"{request.elements} elements, {request.steps} step{'s' * (request.steps > 1)}"
+    console.print(f"{request.program} on {size} rank{'s' * (size > 1)}: {size_text}, {transport}")
     console.print(table)
-    limit = CLOSE if request.program in NOT_EXACT else 0.0
+    limit = TOLERANCE if request.program in INEXACT_PROGRAMS else 0.0
     is_right = all(largest <= limit for largest in differences.values())  # not where it is NaN
-    worst = max(differences.values())
+    largest_difference = max(differences.values())
     if not any(differences.values()):
         console.print("All results are those of one process, bit for bit.")
     elif is_right:
-        console.print(f"All results are those of one process, to {worst:.1g} of the largest element.")
+        console.print(f"All results are those of one process, to {largest_difference:.1g} of the largest element.")
     else:
         console.print(f"Results differ from those of one process, by more than {limit:g} of the largest element.")
     return is_right
@@ -95,7 +95,7 @@ def _row(name: str, outcome: Outcome, largest: float) -> list[str]:
     return [name, short_time(outcome.step_ms), *counts, "0" if largest == 0 else f"{largest:.1e}"]
 
 
-def chosen(program: str, schedule: str | None) -> dict[str, Pipeline]:
+def choose_pipelines(program: str, schedule: str | None) -> dict[str, Pipeline]:
     """The schedules that a command line names; None: all. Raises UsageError for what does not exist."""
     pipelines = schedules(program)
     if schedule is None:
@@ -152,9 +152,9 @@ class Values:
 
     def numbers(self, pipeline: Pipeline, step: int) -> dict[str, Any]:
         """The Variables of a step, and the sizes."""
-        known = {name for name in pipeline.names.values() if name in self.sizes}
+        known_sizes = {name for name in pipeline.names.values() if name in self.sizes}
         names = {variable.name for variable in pipeline.inputs}
-        return {name: self.sizes[name] for name in known - names} | {
+        return {name: self.sizes[name] for name in known_sizes - names} | {
             name: value for name, value in (("lr", RATE), ("t", step)) if name in names
         }
 
@@ -165,17 +165,19 @@ def run_schedule(request: Request, pipeline: Pipeline, comm: Communicator) -> Ou
     group, rank = divmod(comm.rank, ranks)
     values = Values(request, ranks)
     tensors = [tensor for tensor in pipeline.inputs if isinstance(tensor, Tensor) and tensor.type.group == group]
-    kept = {tensor.name: values.part(tensor, 1, rank) for tensor in tensors if tensor.type.layout is not Local}
+    persistent = {tensor.name: values.part(tensor, 1, rank) for tensor in tensors if tensor.type.layout is not Local}
     outputs: dict[str, Array] = {}
     times, sent = [], _sent_bytes(comm)
     for step in range(1, request.steps + 1):
-        local = {tensor.name: values.part(tensor, step, rank) for tensor in tensors if tensor.type.layout is Local}
+        step_inputs = {
+            tensor.name: values.part(tensor, step, rank) for tensor in tensors if tensor.type.layout is Local
+        }
         comm.barrier(name="coconet: step")
-        began = time.perf_counter()
-        outputs = pipeline.run(comm, {**kept, **local, **values.numbers(pipeline, step)})
-        times.append(time.perf_counter() - began)
+        started_at = time.perf_counter()
+        outputs = pipeline.run(comm, {**persistent, **step_inputs, **values.numbers(pipeline, step)})
+        times.append(time.perf_counter() - started_at)
     sent = _sent_bytes(comm) - sent
-    state = sum(kept[name].nbytes for name in STATE.get(request.program, ()))
+    state = sum(persistent[name].nbytes for name in STATE.get(request.program, ()))
     result = outputs.get(pipeline.output_names[0])
     return Outcome(result, 1e3 * float(np.median(times)), state, sent // request.steps)
 
@@ -191,23 +193,23 @@ def reference(request: Request, size: int) -> Array:
     ranks = size // pipeline.groups
     values = Values(request, ranks)
     tensors = [tensor for tensor in pipeline.inputs if isinstance(tensor, Tensor)]
-    kept = {tensor.name: [values.part(tensor, 1, rank) for rank in range(ranks)] for tensor in tensors}
+    persistent = {tensor.name: [values.part(tensor, 1, rank) for rank in range(ranks)] for tensor in tensors}
     outputs: dict[str, list[Array]] = {}
     for step in range(1, request.steps + 1):
-        local = {
+        step_inputs = {
             tensor.name: [values.part(tensor, step, rank) for rank in range(ranks)]
             for tensor in tensors
             if tensor.type.layout is Local
         }
-        outputs = pipeline.interpret({**kept, **local, **values.numbers(pipeline, step)}, ranks)
-        kept |= {name: outputs[f"{name}1"] for name in WRITTEN if f"{name}1" in outputs}
+        outputs = pipeline.interpret({**persistent, **step_inputs, **values.numbers(pipeline, step)}, ranks)
+        persistent |= {name: outputs[f"{name}1"] for name in UPDATED_INPUTS if f"{name}1" in outputs}
     return outputs[pipeline.output_names[0]][0]
 
 
-def difference(found: Array | None, expected: Array) -> float:
+def difference(result: Array | None, expected: Array) -> float:
     """The largest difference of two arrays, as a share of the largest element of the expected one."""
-    assert found is not None
-    if np.array_equal(found, expected):
+    assert result is not None
+    if np.array_equal(result, expected):
         return 0.0
     largest = float(np.abs(expected).max())
-    return float(np.abs(found.astype(np.float64) - expected).max()) / (largest or 1.0)
+    return float(np.abs(result.astype(np.float64) - expected).max()) / (largest or 1.0)

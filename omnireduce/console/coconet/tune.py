@@ -37,9 +37,9 @@ def run(request: Request, config: Config) -> bool:
         )
         rank, size = comm.rank, comm.size
     if rank == 0:
-        known = ", known from an earlier run" if tuned.is_recalled else ""
-        what = f"{request.program} on {size} rank{'s' * (size > 1)}"
-        _print(f"{what}: median ms of a run{known}", tuned.choices)
+        source = ", known from an earlier run" if tuned.is_recalled else ""
+        job_text = f"{request.program} on {size} rank{'s' * (size > 1)}"
+        _print(f"{job_text}: median ms of a run{source}", tuned.choices)
     return True
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from omnireduce.compression.compressed import ELEMENTS_AS, Compression, costs
 from omnireduce.compression.methods import ALL, method_of
 from omnireduce.compression.selectors import Everything
-from omnireduce.console.plan.model import COLLECTIVE_MS, RING_MS, index_bytes, least_s, ring_s, union_density
+from omnireduce.console.plan.model import COLLECTIVE_MS, RING_MS, index_bytes, link_time_s, ring_time_s, union_density
 from omnireduce.core.dtypes import Array, number_type
 from omnireduce.core.wire.blocks import HEADER_BYTES, INDEX_BYTES
 from omnireduce.errors import UsageError
@@ -64,11 +64,11 @@ def advise(
     dense = estimate([part], BLOCK, world_size=world_size, link_gbps=link_gbps)
     bytes_per_s = link_gbps * 1e9 / 8
 
-    def estimated(
+    def method_estimate(
         method: str, up: float, down: float, lost: float | None = None, collectives: int = 1
     ) -> MethodEstimate:
         up, down = up + HEADER_BYTES, down + HEADER_BYTES
-        time_ms = 1e3 * least_s(up, down, bytes_per_s) + COLLECTIVE_MS * collectives
+        time_ms = 1e3 * link_time_s(up, down, bytes_per_s) + COLLECTIVE_MS * collectives
         speedup = dense.dense_time_ms / time_ms
         return MethodEstimate(
             method=method,
@@ -81,73 +81,91 @@ def advise(
         )
 
     sizes = [estimate([part], size, world_size=world_size, link_gbps=link_gbps) for size in part.nonzero_blocks]
-    best = max(sizes, key=lambda candidate: (round(candidate.speedup, 2), candidate.block_size))
-    methods = [estimated(f"blocks of {best.block_size}", best.wire_up_bytes, best.wire_down_bytes)]
+    best_size = max(sizes, key=lambda candidate: (round(candidate.speedup, 2), candidate.block_size))
+    methods = [method_estimate(f"blocks of {best_size.block_size}", best_size.wire_up_bytes, best_size.wire_down_bytes)]
     if len(shape) == 2 and shape[1] > 0:
-        methods.append(estimated("rows", *_rows(values, shape, part.itemsize, world_size)))
+        methods.append(method_estimate("rows", *_row_bytes(values, shape, part.itemsize, world_size)))
     if number_type(values.dtype.newbyteorder("=")).is_float and part.elements:
-        methods += [estimated(*lossy) for lossy in _lossy(np.ascontiguousarray(values, np.float32), part, world_size)]
+        methods += [
+            method_estimate(*lossy)
+            for lossy in _lossy_methods(np.ascontiguousarray(values, np.float32), part, world_size)
+        ]
     return methods
 
 
-def _rows(values: Array, shape: tuple[int, ...], itemsize: int, world_size: int) -> tuple[float, float]:
+def _row_bytes(values: Array, shape: tuple[int, ...], itemsize: int, world_size: int) -> tuple[float, float]:
     """Bytes up and down of rows that are not zero, each with its number."""
-    own = int(np.count_nonzero(values.reshape(shape).any(axis=1)))
+    nonzero_rows = int(np.count_nonzero(values.reshape(shape).any(axis=1)))
     row_bytes = shape[1] * itemsize + INDEX_BYTES
-    return own * row_bytes, union_density(own / max(1, shape[0]), world_size) * shape[0] * row_bytes
+    return nonzero_rows * row_bytes, union_density(nonzero_rows / max(1, shape[0]), world_size) * shape[0] * row_bytes
 
 
-def _lossy(x: Array, part: Density, world_size: int) -> Iterator[tuple[str, float, float, float, int]]:
+def _lossy_methods(x: Array, part: Density, world_size: int) -> Iterator[tuple[str, float, float, float, int]]:
     """For each codec and selector: its name, bytes up and down, what is lost, and how many collectives it takes."""
     norm = float(np.linalg.norm(x))
     for text in ALL:
         method = method_of(text)
         if text == NONE or not isinstance(method, Compression):
             continue
-        sent, places = _sent(method, x)
+        sent, positions = _selected_part(method, x)
         lost = float(np.linalg.norm(x - sent)) / norm if norm else 0.0
         if method.selector.unit == "elements" and not isinstance(method.selector, Everything):
             value_bytes = 2 if method.codec in ELEMENTS_AS else FLOAT_BYTES
-            yield (text, *_elements(places, x.size, value_bytes, world_size, method.selector.is_common), lost, 2)
+            yield (
+                text,
+                *_element_bytes(positions, x.size, value_bytes, world_size, method.selector.is_common),
+                lost,
+                2,
+            )
         else:
             block_bytes = FLOAT_BYTES * BLOCK if method.codec is None else codec_named(method.codec).block_bytes(BLOCK)
             blocks = -(-x.size // BLOCK)
-            own = part.of_blocks(BLOCK) if isinstance(method.selector, Everything) else places.size / blocks
-            up, down = (density * blocks * (block_bytes + INDEX_BYTES) for density in _own_and_all(own, world_size))
+            block_density = (
+                part.block_density(BLOCK) if isinstance(method.selector, Everything) else positions.size / blocks
+            )
+            up, down = (
+                density * blocks * (block_bytes + INDEX_BYTES)
+                for density in _up_and_down_density(block_density, world_size)
+            )
             yield text, up, down, lost, 1
 
 
-def _sent(method: Compression, x: Array) -> tuple[Array, Array]:
+def _selected_part(method: Compression, x: Array) -> tuple[Array, Array]:
     """The array that is sent for `x` in one step, and the selected places."""
-    places, sent = method.selector.select(x), x
+    positions, sent = method.selector.select(x), x
     if not isinstance(method.selector, Everything):
         sent = np.zeros_like(x)
         if method.selector.unit == "elements":
-            sent[places] = x[places]
+            sent[positions] = x[positions]
         else:
-            copy_blocks(x, method.selector.block_size, places, sent)
+            copy_blocks(x, method.selector.block_size, positions, sent)
     if method.codec in ELEMENTS_AS:
         sent = sent.astype(ELEMENTS_AS[method.codec]).astype(np.float32)
     elif method.codec is not None:
         coder = Coder(method.codec, codec_named(method.codec), BLOCK)
         sent = coder.round_trip(sent, block_keys(0, np.arange(-(-x.size // BLOCK))))
-    return sent, places
+    return sent, positions
 
 
-def _elements(places: Array, elements: int, value_bytes: int, world_size: int, is_common: bool) -> tuple[float, float]:
+def _element_bytes(
+    positions: Array, elements: int, value_bytes: int, world_size: int, is_common: bool
+) -> tuple[float, float]:
     """Bytes up and down of single elements: with steps between them, or in blocks where these cost less."""
     if is_common:
-        return places.size * value_bytes, places.size * value_bytes
-    by_number, by_block = costs(places, BLOCK, value_bytes).tolist()
+        return positions.size * value_bytes, positions.size * value_bytes
+    by_number, by_block = costs(positions, BLOCK, value_bytes).tolist()
     if by_number < by_block:
         up, down = (
             density * elements * (value_bytes + _step_bytes(density))
-            for density in _own_and_all(places.size / elements, world_size)
+            for density in _up_and_down_density(positions.size / elements, world_size)
         )
     else:
         blocks, block_bytes = -(-elements // BLOCK), value_bytes * BLOCK
-        in_blocks = by_block / block_bytes / blocks
-        up, down = (density * blocks * (block_bytes + INDEX_BYTES) for density in _own_and_all(in_blocks, world_size))
+        block_density = by_block / block_bytes / blocks
+        up, down = (
+            density * blocks * (block_bytes + INDEX_BYTES)
+            for density in _up_and_down_density(block_density, world_size)
+        )
     return up, down
 
 
@@ -156,7 +174,7 @@ def _step_bytes(density: float) -> float:
     return 1 + (1 - density) ** IN_ONE_BYTE + (1 - density) ** IN_TWO
 
 
-def _own_and_all(density: float, world_size: int) -> tuple[float, float]:
+def _up_and_down_density(density: float, world_size: int) -> tuple[float, float]:
     return density, union_density(density, world_size)
 
 
@@ -182,10 +200,10 @@ class Density(msgspec.Struct, frozen=True):
         return -(-self.elements // block_size)
 
     @property
-    def of_elements(self) -> float:
+    def element_density(self) -> float:
         return self.nonzero_elements / self.elements if self.elements else 0.0
 
-    def of_blocks(self, block_size: int) -> float:
+    def block_density(self, block_size: int) -> float:
         return self.nonzero_blocks[block_size] / self.blocks(block_size) if self.elements else 0.0
 
 
@@ -231,11 +249,11 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
     Raises UsageError for fewer than 2 workers or no bandwidth.
     """
     if world_size < 2 or not link_gbps > 0:
-        given = f"world size {world_size} and {link_gbps:g} Gbit/s"
-        raise UsageError(f"got {given}, expected at least 2 workers and more than 0 Gbit/s")
+        got = f"world size {world_size} and {link_gbps:g} Gbit/s"
+        raise UsageError(f"got {got}, expected at least 2 workers and more than 0 Gbit/s")
     sent = received = up = down = 0.0
     for part in parts:
-        density = part.of_blocks(block_size)
+        density = part.block_density(block_size)
         union = union_density(density, world_size)
         blocks, block_bytes = part.blocks(block_size), block_size * part.itemsize
         sent, received = sent + density * blocks, received + union * blocks
@@ -244,8 +262,8 @@ def estimate(parts: Sequence[Density], block_size: int, *, world_size: int, link
     bytes_per_s = link_gbps * 1e9 / 8
     blocks = sum(part.blocks(block_size) for part in parts)
     collectives = sum(part.elements > 0 for part in parts)
-    time_ms = 1e3 * least_s(up, down, bytes_per_s) + COLLECTIVE_MS * collectives
-    dense_ms = 1e3 * ring_s(sum(part.bytes for part in parts), world_size, bytes_per_s) + RING_MS * collectives
+    time_ms = 1e3 * link_time_s(up, down, bytes_per_s) + COLLECTIVE_MS * collectives
+    dense_ms = 1e3 * ring_time_s(sum(part.bytes for part in parts), world_size, bytes_per_s) + RING_MS * collectives
     return Estimate(
         block_size=block_size,
         density=sent / blocks if blocks else 0.0,

@@ -25,7 +25,7 @@ from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.files.tensors import FileError, Tensor, read_tensors
 from omnireduce.support.printing import density_text, make_console, short_count, short_time, times_text
 
-LITTLE = 0.02  # of its norm that an array may lose in a step, and little is said to be lost
+LITTLE_LOST = 0.02  # of its norm that an array may lose in a step, and little is said to be lost
 
 
 class ArrayReport(msgspec.Struct, frozen=True):
@@ -131,7 +131,7 @@ def _array_report(
         dtype=str(tensor.values.dtype.newbyteorder("=")),
         elements=part.elements,
         bytes=part.bytes,
-        density=part.of_elements,
+        density=part.element_density,
         estimates=estimates,
         methods=methods,
     )
@@ -209,23 +209,24 @@ def _methods_table(methods: Sequence[MethodEstimate]) -> Table:
 def _advice(methods: Sequence[MethodEstimate]) -> str:
     """The fastest that is exact, and the fastest of those that lose little."""
     exact = max((method for method in methods if method.exact), key=lambda method: method.speedup)
-    near = max((method for method in methods if method.lost <= LITTLE), key=lambda method: method.speedup)
-    said = f"Exact: {exact.method}, {times_text(exact.speedup)} as fast as a dense ring"
-    if near.speedup < HELPS * exact.speedup:
-        return f"{said}; no method that loses less than {LITTLE:.0%} is faster"
-    return f"{said}; {near.method} would lose {near.lost:.2%} in a step, {times_text(near.speedup)} as fast"
+    nearly_exact = max((method for method in methods if method.lost <= LITTLE_LOST), key=lambda method: method.speedup)
+    text = f"Exact: {exact.method}, {times_text(exact.speedup)} as fast as a dense ring"
+    if nearly_exact.speedup < HELPS * exact.speedup:
+        return f"{text}; no method that loses less than {LITTLE_LOST:.0%} is faster"
+    speed = times_text(nearly_exact.speedup)
+    return f"{text}; {nearly_exact.method} would lose {nearly_exact.lost:.2%} in a step, {speed} as fast"
 
 
 def _verdict(report: FileReport) -> str:
     best = _best(report.estimates)
     if not best.speedup:
         return "There is nothing to reduce in this file"
-    compared = f"{times_text(best.speedup)} as fast as a dense ring all-reduce"
+    speed_text = f"{times_text(best.speedup)} as fast as a dense ring all-reduce"
     if not report.helps:
-        latency = best.time_ms < 2 * COLLECTIVE_MS * len(report.arrays)
-        why = "; arrays this small pay for latency: reduce them together" if latency else ""
-        return f"The service would not help: at best {compared}{why}"
-    return f"The service would help: {compared}, with protocol.block_size={best.block_size}"
+        is_latency_bound = best.time_ms < 2 * COLLECTIVE_MS * len(report.arrays)
+        reason = "; arrays this small pay for latency: reduce them together" if is_latency_bound else ""
+        return f"The service would not help: at best {speed_text}{reason}"
+    return f"The service would help: {speed_text}, with protocol.block_size={best.block_size}"
 
 
 def _best(estimates: Sequence[Estimate]) -> Estimate:

@@ -13,16 +13,16 @@ from omnireduce.console.plan.model import (
     Prediction,
     predict,
     predict_tree,
-    ring_s,
+    ring_time_s,
     windows_for,
 )
 from omnireduce.console.plan.patterns import Load, Patterns, RememberedPatterns, SummedPatterns, load_of
 from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
 
-AS_GOOD = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better
+NEARLY_AS_FAST = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better
 MOST_LINKS = 1 << 22  # of a plan: there is memory for what each of them carries
-IN_A_ROW = 8  # addresses
+ADDRESSES_IN_ROW = 8  # addresses
 
 
 class Tensors(NamedTuple):
@@ -58,20 +58,25 @@ class Study(NamedTuple):
 
 def shard_counts(hosts: int, ranks: int) -> list[int]:
     """A few numbers from 1 up to that of the hosts, each a multiple of the one before, except the last."""
-    most = max(1, min(hosts, MOST_LINKS // (hosts * ranks)))
-    step = 2 if most <= 64 else 8
+    largest = max(1, min(hosts, MOST_LINKS // (hosts * ranks)))
+    step = 2 if largest <= 64 else 8
     counts = [1]
-    while step * counts[-1] < most:
+    while step * counts[-1] < largest:
         counts.append(step * counts[-1])
-    return [*counts, most] if most > 1 else counts
+    return [*counts, largest] if largest > 1 else counts
 
 
 def plans(ranks: int, shards: Iterable[int], *, racks: int = 0) -> list[Plan]:
     """Ranks by host, or one by one where hosts have several; shards beside ranks, or on hosts of their own, and then
     with relays, too, where there are racks."""
-    ways = [True, False] if ranks > 1 else [False]
-    places = [(False, False), (True, False), *([(True, True)] if racks else [])]
-    return [Plan(ranks, way, count, *place) for way in ways for place in places for count in shards]
+    by_host_choices = [True, False] if ranks > 1 else [False]
+    shard_placements = [(False, False), (True, False), *([(True, True)] if racks else [])]
+    return [
+        Plan(ranks, by_host, count, *placement)
+        for by_host in by_host_choices
+        for placement in shard_placements
+        for count in shards
+    ]
 
 
 def study(
@@ -94,22 +99,25 @@ def study(
         raise UsageError(f"{links} are {hosts.number * ranks * max(shards)} links; expected at most {MOST_LINKS}")
     compared = plans(ranks, shards, racks=hosts.racks)
     sums = [Prediction(0.0, 0, 0.0, 0)] * len(compared)
-    own = union = 0.0
+    weighted_density = weighted_union = 0.0
     for tensors in work:
         loads: dict[Plan, Load] = {}  # there is room for those of one tensor
         patterns = RememberedPatterns(tensors.patterns)
-        for at, plan in enumerate(compared):
+        for index, plan in enumerate(compared):
             prediction = predict_plan(
                 patterns, tensors.block_bytes, hosts, plan, messages=messages, costs=costs, loads=loads
             )
-            sums[at] = sums[at].and_then(prediction, tensors.times)
+            sums[index] = sums[index].and_then(prediction, tensors.times)
         first = next(iter(loads.values()))
-        own, union = own + tensors.nbytes * first.density, union + tensors.nbytes * first.union_density
+        weighted_density, weighted_union = (
+            weighted_density + tensors.nbytes * first.density,
+            weighted_union + tensors.nbytes * first.union_density,
+        )
     candidates = [Candidate(*pair) for pair in zip(compared, sums, strict=True)]
     nbytes = sum(tensors.nbytes for tensors in work)
     slowest = min(hosts.bytes_per_s, hosts.rack_bytes_per_s if hosts.racks else hosts.bytes_per_s)
-    ring = ring_s(nbytes, hosts.number, slowest)
-    return Study(candidates, best(candidates), ring, own / max(1, nbytes), union / max(1, nbytes))
+    ring = ring_time_s(nbytes, hosts.number, slowest)
+    return Study(candidates, best(candidates), ring, weighted_density / max(1, nbytes), weighted_union / max(1, nbytes))
 
 
 def predict_plan(
@@ -146,7 +154,7 @@ def predict_plan(
 def best(candidates: Sequence[Candidate]) -> Candidate:
     """The cheapest candidate among those that are nearly as fast as the fastest. Cheap means, in this order: no hosts
     for shards alone, no relays, few shards, ranks by host."""
-    limit = AS_GOOD * min(candidate.prediction.seconds for candidate in candidates)
+    limit = NEARLY_AS_FAST * min(candidate.prediction.seconds for candidate in candidates)
     good = [candidate for candidate in candidates if candidate.prediction.seconds <= limit]
     return min(
         good,
@@ -163,9 +171,9 @@ def as_toml(plan: Plan, hosts: int, block_size: int | None) -> str:
     """The configuration of the workers for this plan, with names of hosts that stand for the real ones. `block_size`:
     in elements; None leaves it as it is."""
     kind, count = ("aggregator", plan.shards) if plan.dedicated else ("node", hosts)
-    names = [f'"{kind}{at % count + 1}:{7400 + at // count}"' for at in range(plan.shards)]
-    rows = [", ".join(names[at : at + IN_A_ROW]) for at in range(0, len(names), IN_A_ROW)]
-    listed = rows[0] if len(rows) == 1 else "".join(f"\n  {row}," for row in rows) + "\n"
+    names = [f'"{kind}{index % count + 1}:{7400 + index // count}"' for index in range(plan.shards)]
+    rows = [", ".join(names[index : index + ADDRESSES_IN_ROW]) for index in range(0, len(names), ADDRESSES_IN_ROW)]
+    addresses = rows[0] if len(rows) == 1 else "".join(f"\n  {row}," for row in rows) + "\n"
     shards = -(-plan.shards // count)
     lines = [f"# on each of these hosts: omnireduce aggregator --listen :7400 --shards {shards}"]
     if plan.relays:
@@ -174,8 +182,8 @@ def as_toml(plan: Plan, hosts: int, block_size: int | None) -> str:
             f"# on a host of each rack: omnireduce aggregator --listen :7400 --shards {plan.shards}",
             "#   with aggregator.upstream = the list above; its ranks name it as follows",
         ]
-        listed = ", ".join(f'"relay:{7400 + at}"' for at in range(plan.shards))
-    lines += ["[cluster]", f"aggregators = [{listed}]"]
+        addresses = ", ".join(f'"relay:{7400 + index}"' for index in range(plan.shards))
+    lines += ["[cluster]", f"aggregators = [{addresses}]"]
     if block_size is not None:
         lines += ["", "[protocol]", f"block_size = {block_size}"]
     if plan.ranks > 1:

@@ -1,8 +1,8 @@
 """Cost model of an all-reduce: bytes and seconds, on hosts that need not exist.
 
-`least_s` is the bound that a link sets; `omnireduce density` knows no more. `predict` follows each part of a tensor as
-it is scanned, sent, summed and placed, for `omnireduce plan`. If processors cost nothing, its time comes down to
-`least_s`.
+`link_time_s` is the bound that a link sets; `omnireduce density` knows no more. `predict` follows each part of a tensor
+as it is scanned, sent, summed and placed, for `omnireduce plan`. If processors cost nothing, its time comes down to
+`link_time_s`.
 
 A tensor goes through the service window by window. A window is what makes one message to each shard, or what is scanned
 for one. Each step takes place as early as it can: when what it needs is there, and when what does it is free. So the
@@ -41,18 +41,18 @@ def index_bytes(density: float) -> float:
     return min(INDEX_BYTES, RUN_BYTES * (1 - density))
 
 
-def least_s(up_bytes: float, down_bytes: float, bytes_per_s: float) -> float:
+def link_time_s(up_bytes: float, down_bytes: float, bytes_per_s: float) -> float:
     """The seconds that a link needs at least, for bytes in both directions at once."""
     return max(up_bytes, down_bytes) / bytes_per_s
 
 
-def ring_s(nbytes: float, ranks: int, bytes_per_s: float) -> float:
+def ring_time_s(nbytes: float, ranks: int, bytes_per_s: float) -> float:
     """The seconds of a dense ring all-reduce at least (Patarasu and Yuan 2009)."""
     return 2 * (ranks - 1) / ranks * nbytes / bytes_per_s
 
 
 WORTH_LEAVING_OUT = 8  # one in so many blocks of a result that its receiver alone has brought
-MOST = 512  # windows
+MAX_WINDOWS = 512
 
 
 class Hosts(NamedTuple):
@@ -141,11 +141,11 @@ class Prediction(NamedTuple):
 
 
 def windows_for(blocks: int, density: float, block_bytes: int, shards: int, messages: Messages) -> int:
-    """In how many windows to look at a tensor: so that each makes about one message to each shard."""
+    """The number of windows of a tensor: each makes about one message to each shard."""
     message_bytes = messages.lengths.message_bytes(int(blocks * density * block_bytes / shards))
     fitting = message_bytes * shards / (block_bytes * max(density, 1e-9))
-    wanted = math.ceil(blocks / max(1.0, min(messages.span, fitting)))
-    return max(1, min(wanted, MOST))
+    windows = math.ceil(blocks / max(1.0, min(messages.span, fitting)))
+    return max(1, min(windows, MAX_WINDOWS))
 
 
 def predict(
@@ -158,28 +158,29 @@ def predict(
     costs: Costs | None = None,
 ) -> Prediction:
     """The all-reduce of a tensor with blocks of `block_bytes`."""
-    return _Exchange(load, block_bytes, hosts, plan, messages or Messages()).run(costs or Costs())
+    return _FlatExchange(load, block_bytes, hosts, plan, messages or Messages()).run(costs or Costs())
 
 
-class _Work(NamedTuple):
-    """Bytes that senders put on their links and take from there, (senders, windows), and the same for shards, (shards,
-    windows). Seconds of processor, likewise. Bytes that leave racks on the way up, and enter them, and the same on the
-    way down: (racks and 1, windows)."""
+class _WindowWork(NamedTuple):
+    """Bytes and processor time of each window. Bytes that senders put on their links and receive: (senders, windows);
+    that shards receive and send: (shards, windows). Bytes on the way to the shards that leave racks and enter racks,
+    and the same for results on the way back: (racks + 1, windows). Processor time, in seconds: `pack_s` and `place_s`
+    of senders, `reduce_s` of shards."""
 
     sent: Array
-    got: Array
-    taken: Array
-    given: Array
+    received: Array
+    shard_received: Array
+    shard_sent: Array
     pack_s: Array
     place_s: Array
     reduce_s: Array
-    lifted: Array
-    lowered: Array
-    lifted_results: Array
-    lowered_results: Array
+    out_of_racks: Array
+    into_racks: Array
+    results_out_of_racks: Array
+    results_into_racks: Array
 
 
-class _Exchange:
+class _FlatExchange:
     """Times are in seconds since the beginning. A node is a host, of ranks or of shards."""
 
     def __init__(self, load: Load, block_bytes: int, hosts: Hosts, plan: Plan, messages: Messages) -> None:
@@ -187,59 +188,63 @@ class _Exchange:
         self._block_bytes = block_bytes
         self._message_bytes = messages.lengths.message_bytes(int(load.own.sum(1).mean() * block_bytes))
         self._result_bytes = messages.lengths.message_bytes(int(load.union.sum(0).mean() * block_bytes))
-        self._home = np.arange(hosts.number * plan.senders) // plan.senders  # node of each sender
+        self._node_of_sender = np.arange(hosts.number * plan.senders) // plan.senders
         shards = np.arange(plan.shards)
-        self._node = hosts.number + shards if plan.dedicated else shards % hosts.number  # of each shard
-        self._nodes = hosts.number + (plan.shards if plan.dedicated else 0)
-        self._rack_of_home, self._rack_of_node = hosts.rack_of(self._home), hosts.rack_of(self._node)
+        self._node_of_shard = hosts.number + shards if plan.dedicated else shards % hosts.number
+        self._node_count = hosts.number + (plan.shards if plan.dedicated else 0)
+        self._rack_of_sender = hosts.rack_of(self._node_of_sender)
+        self._rack_of_shard = hosts.rack_of(self._node_of_shard)
 
     def run(self, costs: Costs) -> Prediction:
         work = self._work(costs)
-        out = self._by_node(work.sent.sum(1), work.given.sum(1))
-        into = self._by_node(work.got.sum(1), work.taken.sum(1))
+        sent_by_node = self._by_node(work.sent.sum(1), work.shard_sent.sum(1))
+        received_by_node = self._by_node(work.received.sum(1), work.shard_received.sum(1))
         return Prediction(
             seconds=self._seconds(work),
-            link_bytes=int(max(out.max(), into.max())),
+            link_bytes=int(max(sent_by_node.max(), received_by_node.max())),
             processor_s=float(work.pack_s.sum() + work.place_s.sum() + work.reduce_s.sum()),
-            shard_bytes=(len(self._home) + 1) * self._messages.slots * self._messages.lengths.longest,
+            shard_bytes=(len(self._node_of_sender) + 1) * self._messages.slots * self._messages.lengths.longest,
         )
 
-    def _work(self, costs: Costs) -> _Work:
+    def _work(self, costs: Costs) -> _WindowWork:
         """One window at a time: of all together there may be too much for the memory."""
         windows = [self._window(window, costs) for window in range(len(self._load.all))]
-        return _Work._make(np.stack(field, 1) for field in zip(*windows, strict=True))
+        return _WindowWork._make(np.stack(field, 1) for field in zip(*windows, strict=True))
 
-    def _window(self, window: int, costs: Costs) -> _Work:
+    def _window(self, window: int, costs: Costs) -> _WindowWork:
         """The same for one window, without that dimension."""
         load, plan, block_bytes = self._load, self._plan, self._block_bytes
-        own, sole, union = load.own[:, window], load.sole[:, window], load.union[window]
-        begun = load.all[window] > 0  # shards that have a part in this window: others get no message
-        begun[0] |= not load.all.any()  # the first shard knows of every collective
-        remote = begun & (self._home[:, None] != self._node)  # what stays on its host is not sent
-        up = own.astype(np.int64) * block_bytes + HEADER_BYTES * begun
-        left_out = np.where(remote & (sole * WORTH_LEAVING_OUT >= union), sole, 0)
-        sent, got = up * remote, ((union - left_out) * block_bytes + HEADER_BYTES) * remote
-        messages = begun * np.maximum(1, -(-own.astype(np.int64) * block_bytes // self._message_bytes))
-        results = begun * np.maximum(1, -(-union.astype(np.int64) * block_bytes // self._result_bytes))
-        results = np.broadcast_to(results, up.shape)
-        summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
+        sender_blocks, sole_blocks, union_blocks = load.own[:, window], load.sole[:, window], load.union[window]
+        takes_part = load.all[window] > 0  # shards that have a part in this window: others get no message
+        takes_part[0] |= not load.all.any()  # the first shard knows of every collective
+        # bytes that stay on their host are not sent
+        remote = takes_part & (self._node_of_sender[:, None] != self._node_of_shard)
+        up_bytes = sender_blocks.astype(np.int64) * block_bytes + HEADER_BYTES * takes_part
+        left_out = np.where(remote & (sole_blocks * WORTH_LEAVING_OUT >= union_blocks), sole_blocks, 0)
+        sent, received = up_bytes * remote, ((union_blocks - left_out) * block_bytes + HEADER_BYTES) * remote
+        messages = takes_part * np.maximum(1, -(-sender_blocks.astype(np.int64) * block_bytes // self._message_bytes))
+        results = takes_part * np.maximum(1, -(-union_blocks.astype(np.int64) * block_bytes // self._result_bytes))
+        results = np.broadcast_to(results, up_bytes.shape)
+        summing_ranks = plan.ranks if plan.by_host and plan.ranks > 1 else 0
         nbytes = load.all[window].sum() * block_bytes
-        pack_s = costs.scan * max(1, summed) * nbytes + costs.chunk * summed * nbytes / CHUNK_BYTES
-        pack_s = pack_s + (costs.pack + costs.host_sum * summed) * up.sum(1)
-        place_s = costs.place * max(1, summed) * union.sum() * block_bytes
-        reduce_s = (costs.reduce * up + costs.network * (sent + got) + costs.message * (messages + results)).sum(0)
-        crosses = self._rack_of_home[:, None] != self._rack_of_node
-        return _Work(
-            lifted=self._by_rack(self._rack_of_home, (sent * crosses).sum(1)),
-            lowered=self._by_rack(self._rack_of_node, (sent * crosses).sum(0)),
-            lifted_results=self._by_rack(self._rack_of_node, (got * crosses).sum(0)),
-            lowered_results=self._by_rack(self._rack_of_home, (got * crosses).sum(1)),
+        pack_s = costs.scan * max(1, summing_ranks) * nbytes + costs.chunk * summing_ranks * nbytes / CHUNK_BYTES
+        pack_s = pack_s + (costs.pack + costs.host_sum * summing_ranks) * up_bytes.sum(1)
+        place_s = costs.place * max(1, summing_ranks) * union_blocks.sum() * block_bytes
+        reduce_s = (
+            costs.reduce * up_bytes + costs.network * (sent + received) + costs.message * (messages + results)
+        ).sum(0)
+        crosses = self._rack_of_sender[:, None] != self._rack_of_shard
+        return _WindowWork(
+            out_of_racks=self._by_rack(self._rack_of_sender, (sent * crosses).sum(1)),
+            into_racks=self._by_rack(self._rack_of_shard, (sent * crosses).sum(0)),
+            results_out_of_racks=self._by_rack(self._rack_of_shard, (received * crosses).sum(0)),
+            results_into_racks=self._by_rack(self._rack_of_sender, (received * crosses).sum(1)),
             sent=sent.sum(1),
-            got=got.sum(1),
-            taken=sent.sum(0),
-            given=got.sum(0),
+            received=received.sum(1),
+            shard_received=sent.sum(0),
+            shard_sent=received.sum(0),
             pack_s=pack_s + costs.network * sent.sum(1) + costs.message * messages.sum(1),
-            place_s=place_s + costs.network * got.sum(1) + costs.message * results.sum(1),
+            place_s=place_s + costs.network * received.sum(1) + costs.message * results.sum(1),
             reduce_s=reduce_s,
         )
 
@@ -250,37 +255,43 @@ class _Exchange:
         return totals
 
     def _by_node(self, of_senders: Array, of_shards: Array) -> Array:
-        totals = np.bincount(self._home, of_senders, self._nodes)
-        return totals + np.bincount(self._node, of_shards, self._nodes)
+        totals = np.bincount(self._node_of_sender, of_senders, self._node_count)
+        return totals + np.bincount(self._node_of_shard, of_shards, self._node_count)
 
-    def _seconds(self, work: _Work) -> float:
+    def _seconds(self, work: _WindowWork) -> float:
         """The time at which the last sender has placed the last window."""
-        home, node, latency = self._home, self._node, self._hosts.latency_s
+        node_of_sender, node_of_shard, latency = self._node_of_sender, self._node_of_shard, self._hosts.latency_s
         hosts, racks = self._hosts, np.arange(self._hosts.racks + 1)
-        out, into = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._nodes) for _ in range(2))
-        lift, lower = (Links(hosts.rack_bytes_per_s or math.inf, hosts.burst_bytes, len(racks)) for _ in range(2))
-        cores = Processors(hosts, self._nodes)
-        lifted, lowered, lifted_results, lowered_results = (np.zeros(len(racks)) for _ in range(4))
-        packed, sent, got, placed = (np.zeros(len(home)) for _ in range(4))
-        taken, reduced, given = (np.zeros(len(node)) for _ in range(3))
-        freed: list[float] = []  # when the messages of each window had been used
-        ahead = self._windows_ahead()
+        host_out, host_in = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._node_count) for _ in range(2))
+        rack_out, rack_in = (Links(hosts.rack_bytes_per_s or math.inf, hosts.burst_bytes, len(racks)) for _ in range(2))
+        cores = Processors(hosts, self._node_count)
+        left_rack, entered_rack, results_left_rack, results_entered_rack = (np.zeros(len(racks)) for _ in range(4))
+        packed, sent, received, placed = (np.zeros(len(node_of_sender)) for _ in range(4))
+        shard_received, reduced, shard_sent = (np.zeros(len(node_of_shard)) for _ in range(3))
+        slots_freed: list[float] = []  # when the messages of each window had been used
+        windows_ahead = self._windows_ahead()
         for window in range(len(self._load.all)):
-            free = freed[window - ahead] if window >= ahead else 0.0
-            packed = cores.work(home, np.maximum(packed, free), work.pack_s[:, window])
-            sent = out.carry(home, sent, packed, work.sent[:, window])
-            lifted = lift.carry(racks, lifted, np.full(len(racks), sent.max()), work.lifted[:, window])
-            lowered = lower.carry(racks, lowered, np.full(len(racks), lifted.max()), work.lowered[:, window])
-            taken = into.carry(node, taken, lowered.max() + latency, work.taken[:, window])
-            reduced = cores.work(node, np.maximum(reduced, taken), work.reduce_s[:, window])
-            freed.append(float(reduced.max()) + latency)
-            given = out.carry(node, given, reduced, work.given[:, window])
-            ready = np.full(len(racks), given.max())
-            lifted_results = lift.carry(racks, lifted_results, ready, work.lifted_results[:, window])
-            ready = np.full(len(racks), lifted_results.max())
-            lowered_results = lower.carry(racks, lowered_results, ready, work.lowered_results[:, window])
-            got = into.carry(home, got, lowered_results.max() + latency, work.got[:, window])
-            placed = cores.work(home, np.maximum(placed, got), work.place_s[:, window])
+            slots_free = slots_freed[window - windows_ahead] if window >= windows_ahead else 0.0
+            packed = cores.work(node_of_sender, np.maximum(packed, slots_free), work.pack_s[:, window])
+            sent = host_out.carry(node_of_sender, sent, packed, work.sent[:, window])
+            left_rack = rack_out.carry(racks, left_rack, np.full(len(racks), sent.max()), work.out_of_racks[:, window])
+            entered_rack = rack_in.carry(
+                racks, entered_rack, np.full(len(racks), left_rack.max()), work.into_racks[:, window]
+            )
+            shard_received = host_in.carry(
+                node_of_shard, shard_received, entered_rack.max() + latency, work.shard_received[:, window]
+            )
+            reduced = cores.work(node_of_shard, np.maximum(reduced, shard_received), work.reduce_s[:, window])
+            slots_freed.append(float(reduced.max()) + latency)
+            shard_sent = host_out.carry(node_of_shard, shard_sent, reduced, work.shard_sent[:, window])
+            ready = np.full(len(racks), shard_sent.max())
+            results_left_rack = rack_out.carry(racks, results_left_rack, ready, work.results_out_of_racks[:, window])
+            ready = np.full(len(racks), results_left_rack.max())
+            results_entered_rack = rack_in.carry(racks, results_entered_rack, ready, work.results_into_racks[:, window])
+            received = host_in.carry(
+                node_of_sender, received, results_entered_rack.max() + latency, work.received[:, window]
+            )
+            placed = cores.work(node_of_sender, np.maximum(placed, received), work.place_s[:, window])
         return float(placed.max())
 
     def _windows_ahead(self) -> int:
@@ -293,32 +304,32 @@ class Links:
     """One direction of the links of all nodes, or racks. After a pause `burst_bytes` pass at once."""
 
     def __init__(self, bytes_per_s: float, burst_bytes: int, nodes: int) -> None:
-        self._rate, self._burst, self._carried = bytes_per_s, burst_bytes, np.zeros(nodes)
+        self._rate, self._burst, self._carried_bytes = bytes_per_s, burst_bytes, np.zeros(nodes)
 
-    def carry(self, at: Array, before: Array, ready: Array, nbytes: Array) -> Array:
-        """Bytes that are `ready` at a time pass the links of the nodes `at`; return when they have passed. Those that
-        went the same way last had passed at `before`.
+    def carry(self, nodes: Array, earlier_end: Array, ready: Array, nbytes: Array) -> Array:
+        """Let bytes that are `ready` at a time pass the links of `nodes`; return the times at which they have passed.
+        The bytes before them on the same path had passed at `earlier_end`.
 
         Other bytes on the same links go in between.
         """
-        rate, more = self._rate, np.bincount(at, nbytes, len(self._carried))
-        self._carried += more
-        busy_until = np.maximum(0.0, self._carried - self._burst) / rate
-        return np.maximum(np.maximum(ready, busy_until[at]), before + more[at] / rate)
+        rate, added_bytes = self._rate, np.bincount(nodes, nbytes, len(self._carried_bytes))
+        self._carried_bytes += added_bytes
+        busy_until = np.maximum(0.0, self._carried_bytes - self._burst) / rate
+        return np.maximum(np.maximum(ready, busy_until[nodes]), earlier_end + added_bytes[nodes] / rate)
 
 
 class Processors:
     """The processors of all nodes."""
 
     def __init__(self, hosts: Hosts, nodes: int) -> None:
-        self._cores, self._of_all, self._worked_s = hosts.cores, hosts.one_machine, np.zeros(nodes)
+        self._cores, self._is_one_machine, self._worked_s = hosts.cores, hosts.one_machine, np.zeros(nodes)
 
-    def work(self, at: Array, start: Array, seconds: Array) -> Array:
-        """One thread of each node in `at` works for so many seconds, from `start` on; return when it is done."""
-        at = np.zeros_like(at) if self._of_all else at
-        self._worked_s += np.bincount(at, seconds, len(self._worked_s))
-        done: Array = np.maximum(start + seconds, self._worked_s[at] / self._cores)
-        return done
+    def work(self, nodes: Array, start: Array, seconds: Array) -> Array:
+        """One thread of each node in `nodes` works for so many seconds, from `start` on; return when it is done."""
+        nodes = np.zeros_like(nodes) if self._is_one_machine else nodes
+        self._worked_s += np.bincount(nodes, seconds, len(self._worked_s))
+        end: Array = np.maximum(start + seconds, self._worked_s[nodes] / self._cores)
+        return end
 
 
 def predict_tree(
@@ -326,10 +337,10 @@ def predict_tree(
 ) -> Prediction:
     """The all-reduce of a tensor with blocks of `block_bytes`. `load`: what each sender has; `of_racks`, cut into the
     same windows: what each rack has together."""
-    return _Tree(load, of_racks, block_bytes, hosts, plan, messages=messages, costs=costs).run()
+    return _RelayExchange(load, of_racks, block_bytes, hosts, plan, messages=messages, costs=costs).run()
 
 
-class _Tree:
+class _RelayExchange:
     """Nodes are the hosts of ranks, then those of the relays, then those of the shards. All of a relay's shards are on
     one host, and count as one."""
 
@@ -339,30 +350,35 @@ class _Tree:
     ) -> None:  # fmt: skip
         self._hosts, self._plan, self._messages, self._costs = hosts, plan, messages, costs
         senders = hosts.number * plan.senders
-        self._home = np.arange(senders) // plan.senders
-        self._rack = hosts.rack_of(self._home)
-        self._relay = hosts.number + np.arange(hosts.racks)
-        self._node = hosts.number + hosts.racks + np.arange(plan.shards)
-        self._nodes = hosts.number + hosts.racks + plan.shards
-        self._members = np.bincount(self._rack, minlength=hosts.racks)
+        self._node_of_sender = np.arange(senders) // plan.senders
+        self._rack_of_sender = hosts.rack_of(self._node_of_sender)
+        self._node_of_relay = hosts.number + np.arange(hosts.racks)
+        self._node_of_shard = hosts.number + hosts.racks + np.arange(plan.shards)
+        self._node_count = hosts.number + hosts.racks + plan.shards
+        self._senders_of_rack = np.bincount(self._rack_of_sender, minlength=hosts.racks)
         header = HEADER_BYTES * plan.shards
-        self._tensor = load.all.sum(1) * block_bytes  # (windows,)
-        self._up = load.own.sum(2) * block_bytes + header  # (senders, windows)
-        self._lifted = of_racks.own.sum(2) * block_bytes + header  # (racks, windows)
-        self._to_shard = of_racks.own.sum(0).T * block_bytes + HEADER_BYTES * hosts.racks  # (shards, windows)
-        self._result = load.union.T * block_bytes + HEADER_BYTES  # (shards, windows)
-        self._down = self._result.sum(0)  # (windows,)
+        self._tensor_bytes = load.all.sum(1) * block_bytes  # (windows,)
+        self._up_bytes = load.own.sum(2) * block_bytes + header  # (senders, windows)
+        self._relay_bytes = of_racks.own.sum(2) * block_bytes + header  # (racks, windows)
+        self._bytes_to_shard = of_racks.own.sum(0).T * block_bytes + HEADER_BYTES * hosts.racks  # (shards, windows)
+        self._result_bytes = load.union.T * block_bytes + HEADER_BYTES  # (shards, windows)
+        self._down_bytes = self._result_bytes.sum(0)  # (windows,)
         lengths = messages.lengths
         self._lengths = [
-            lengths.message_bytes(int(nbytes)) for nbytes in (self._up.sum(1).mean(), self._lifted.sum(1).mean())
+            lengths.message_bytes(int(nbytes)) for nbytes in (self._up_bytes.sum(1).mean(), self._relay_bytes.sum(1).mean())
         ]
 
     def run(self) -> Prediction:
         seconds, racks = self._seconds(), self._hosts.racks
-        out_of_relay = self._lifted.sum(1) + self._members * self._down.sum()
-        busiest = max(self._up.sum(1).max(), self._down.sum(), out_of_relay.max(), (self._result.sum(1) * racks).max())
+        out_of_relay = self._relay_bytes.sum(1) + self._senders_of_rack * self._down_bytes.sum()
+        busiest = max(
+            self._up_bytes.sum(1).max(),
+            self._down_bytes.sum(),
+            out_of_relay.max(),
+            (self._result_bytes.sum(1) * racks).max(),
+        )
         slots = self._messages.slots * self._messages.lengths.longest
-        return Prediction(seconds, int(busiest), self._worked_s, (int(self._members.max()) + 2) * slots)
+        return Prediction(seconds, int(busiest), self._worked_s, (int(self._senders_of_rack.max()) + 2) * slots)
 
     def _messages_of(self, nbytes: Array, level: int) -> Array:
         """The number of messages for so many bytes, to or from all shards."""
@@ -373,59 +389,87 @@ class _Tree:
         """The time at which the last sender has placed the last window. Work is in seconds of processor."""
         hosts, plan, costs, racks = self._hosts, self._plan, self._costs, np.arange(self._hosts.racks)
         latency = hosts.latency_s
-        out, into = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._nodes) for _ in range(2))
-        lift, lower = (Links(hosts.rack_bytes_per_s, hosts.burst_bytes, len(racks)) for _ in range(2))
-        cores = Processors(hosts, self._nodes)
-        packed, sent, got, placed = (np.zeros(len(self._home)) for _ in range(4))
-        joined, merged, relayed, lifted, lowered, back, passed, shown = (np.zeros(len(racks)) for _ in range(8))
-        taken, reduced, given = (np.zeros(plan.shards) for _ in range(3))
-        freed: list[float] = []
-        summed = plan.ranks if plan.by_host and plan.ranks > 1 else 0
-        moved = costs.network + costs.reduce
-        ahead = max(1, int(self._messages.slots // (1 + self._up.mean() // (self._lengths[0] * plan.shards))))
+        host_out, host_in = (Links(hosts.bytes_per_s, hosts.burst_bytes, self._node_count) for _ in range(2))
+        rack_out, rack_in = (Links(hosts.rack_bytes_per_s, hosts.burst_bytes, len(racks)) for _ in range(2))
+        cores = Processors(hosts, self._node_count)
+        packed, sent, received, placed = (np.zeros(len(self._node_of_sender)) for _ in range(4))
+        relay_received, relay_merged, relay_sent, left_rack = (np.zeros(len(racks)) for _ in range(4))
+        entered_rack, results_at_relay, results_handled, results_passed_on = (np.zeros(len(racks)) for _ in range(4))
+        shard_received, reduced, shard_sent = (np.zeros(plan.shards) for _ in range(3))
+        slots_freed: list[float] = []
+        summing_ranks = plan.ranks if plan.by_host and plan.ranks > 1 else 0
+        byte_cost_s = costs.network + costs.reduce
+        windows_ahead = max(
+            1, int(self._messages.slots // (1 + self._up_bytes.mean() // (self._lengths[0] * plan.shards)))
+        )
         self._worked_s = 0.0
 
-        def work(at: Array, start: Array, seconds: Array) -> Array:
+        def work(nodes: Array, start: Array, seconds: Array) -> Array:
             self._worked_s += float(seconds.sum())
-            return cores.work(at, start, seconds)
+            return cores.work(nodes, start, seconds)
 
-        for window in range(len(self._tensor)):
-            up, lifting, down = self._up[:, window], self._lifted[:, window], self._down[window]
-            free = freed[window - ahead] if window >= ahead else 0.0
-            pack_s = costs.scan * self._tensor[window] * max(1, summed) + (costs.pack + costs.network) * up
-            pack_s = pack_s + costs.host_sum * summed * up + costs.message * self._messages_of(up, 0)
-            packed = work(self._home, np.maximum(packed, free), pack_s)
-            sent = out.carry(self._home, sent, packed, up)
-            from_members = np.bincount(self._rack, up)
-            ready = self._last_of_racks(sent) + latency
-            joined = into.carry(self._relay, joined, ready, from_members)
-            merge_s = moved * from_members + costs.network * lifting
-            merge_s = merge_s + costs.message * (self._members * self._messages_of(up.mean(), 0))
-            merge_s = merge_s + costs.message * self._messages_of(lifting, 1)
-            merged = work(self._relay, np.maximum(merged, joined), merge_s)
-            freed.append(float(merged.max()) + latency)
-            relayed = out.carry(self._relay, relayed, merged, lifting)
-            lifted = lift.carry(racks, lifted, relayed, lifting)
-            taken = into.carry(
-                self._node, taken, np.full(plan.shards, lifted.max() + latency), self._to_shard[:, window]
+        for window in range(len(self._tensor_bytes)):
+            up_bytes, relay_bytes, down_bytes = (
+                self._up_bytes[:, window],
+                self._relay_bytes[:, window],
+                self._down_bytes[window],
             )
-            results = len(racks) * self._result[:, window]
-            reduce_s = moved * self._to_shard[:, window] + costs.network * results
-            reduce_s = reduce_s + costs.message * len(racks) * 2 * self._messages_of(down, 1) / plan.shards
-            reduced = work(self._node, np.maximum(reduced, taken), reduce_s)
-            given = out.carry(self._node, given, reduced, results)
-            lowered = lower.carry(racks, lowered, np.full(len(racks), given.max()), np.full(len(racks), down))
-            back = into.carry(self._relay, back, lowered + latency, np.full(len(racks), down))
-            pass_s = costs.network * down * (1 + self._members) + costs.message * self._messages_of(down, 1)
-            passed = work(self._relay, np.maximum(passed, back), pass_s)
-            shown = out.carry(self._relay, shown, passed, down * self._members)
-            got = into.carry(self._home, got, shown[self._rack] + latency, np.full(len(got), down))
-            place_s = (costs.place * max(1, summed) + costs.network) * down + costs.message * self._messages_of(down, 1)
-            placed = work(self._home, np.maximum(placed, got), np.broadcast_to(place_s, got.shape))
+            slots_free = slots_freed[window - windows_ahead] if window >= windows_ahead else 0.0
+            pack_s = (
+                costs.scan * self._tensor_bytes[window] * max(1, summing_ranks)
+                + (costs.pack + costs.network) * up_bytes
+            )
+            pack_s = pack_s + costs.host_sum * summing_ranks * up_bytes + costs.message * self._messages_of(up_bytes, 0)
+            packed = work(self._node_of_sender, np.maximum(packed, slots_free), pack_s)
+            sent = host_out.carry(self._node_of_sender, sent, packed, up_bytes)
+            from_members = np.bincount(self._rack_of_sender, up_bytes)
+            ready = self._last_of_racks(sent) + latency
+            relay_received = host_in.carry(self._node_of_relay, relay_received, ready, from_members)
+            merge_s = byte_cost_s * from_members + costs.network * relay_bytes
+            merge_s = merge_s + costs.message * (self._senders_of_rack * self._messages_of(up_bytes.mean(), 0))
+            merge_s = merge_s + costs.message * self._messages_of(relay_bytes, 1)
+            relay_merged = work(self._node_of_relay, np.maximum(relay_merged, relay_received), merge_s)
+            slots_freed.append(float(relay_merged.max()) + latency)
+            relay_sent = host_out.carry(self._node_of_relay, relay_sent, relay_merged, relay_bytes)
+            left_rack = rack_out.carry(racks, left_rack, relay_sent, relay_bytes)
+            shard_received = host_in.carry(
+                self._node_of_shard,
+                shard_received,
+                np.full(plan.shards, left_rack.max() + latency),
+                self._bytes_to_shard[:, window],
+            )
+            results = len(racks) * self._result_bytes[:, window]
+            reduce_s = byte_cost_s * self._bytes_to_shard[:, window] + costs.network * results
+            reduce_s = reduce_s + costs.message * len(racks) * 2 * self._messages_of(down_bytes, 1) / plan.shards
+            reduced = work(self._node_of_shard, np.maximum(reduced, shard_received), reduce_s)
+            shard_sent = host_out.carry(self._node_of_shard, shard_sent, reduced, results)
+            entered_rack = rack_in.carry(
+                racks, entered_rack, np.full(len(racks), shard_sent.max()), np.full(len(racks), down_bytes)
+            )
+            results_at_relay = host_in.carry(
+                self._node_of_relay, results_at_relay, entered_rack + latency, np.full(len(racks), down_bytes)
+            )
+            pass_s = costs.network * down_bytes * (1 + self._senders_of_rack) + costs.message * self._messages_of(
+                down_bytes, 1
+            )
+            results_handled = work(self._node_of_relay, np.maximum(results_handled, results_at_relay), pass_s)
+            results_passed_on = host_out.carry(
+                self._node_of_relay, results_passed_on, results_handled, down_bytes * self._senders_of_rack
+            )
+            received = host_in.carry(
+                self._node_of_sender,
+                received,
+                results_passed_on[self._rack_of_sender] + latency,
+                np.full(len(received), down_bytes),
+            )
+            place_s = (
+                costs.place * max(1, summing_ranks) + costs.network
+            ) * down_bytes + costs.message * self._messages_of(down_bytes, 1)
+            placed = work(self._node_of_sender, np.maximum(placed, received), np.broadcast_to(place_s, received.shape))
         return float(placed.max())
 
     def _last_of_racks(self, times: Array) -> Array:
         """The last time of each rack's senders."""
         last_times = np.zeros(self._hosts.racks)
-        np.maximum.at(last_times, self._rack, times)
+        np.maximum.at(last_times, self._rack_of_sender, times)
         return last_times

@@ -17,7 +17,7 @@ from omnireduce.support.files.tensors import read_tensors
 OVERLAPS = ("random", "full", "none")
 REMEMBERED_BYTES = 1 << 28
 LIKELIHOODS = 64  # that blocks can have: exact for 127 ranks, and within 1 % for thousands
-LEAST_ALIKE, MOST_ALIKE = 1e-6, 1e6  # all ranks have the same blocks; all blocks are as likely
+MIN_LIKENESS, MAX_LIKENESS = 1e-6, 1e6  # all ranks have the same blocks; all blocks are as likely
 
 
 class Load(NamedTuple):
@@ -48,27 +48,27 @@ def load_of(patterns: Patterns, senders: int, layout: Layout, windows: int) -> L
     """The load of a tensor with this layout, whose blocks on the first `senders` ranks are those of `patterns`."""
     blocks = np.arange(layout.blocks)
     window = blocks * windows // max(1, layout.blocks)
-    place = window * layout.shards + blocks // layout.stripe_blocks % layout.shards
+    bins = window * layout.shards + blocks // layout.stripe_blocks % layout.shards
     owners = np.zeros(layout.blocks, np.int32)
     for sender in range(senders):
         owners += patterns.of(sender)
 
-    starts = np.flatnonzero(np.diff(place, prepend=-1))  # of neighbours that belong to one window and shard
+    starts = np.flatnonzero(np.diff(bins, prepend=-1))  # of neighbours that belong to one window and shard
 
-    def counted(chosen: Array) -> Array:
-        of_neighbours = np.add.reduceat(chosen.view(np.int8), starts, dtype=np.int64) if starts.size else starts
-        counts = np.bincount(place[starts], weights=of_neighbours, minlength=windows * layout.shards)
+    def count_blocks(chosen: Array) -> Array:
+        neighbour_counts = np.add.reduceat(chosen.view(np.int8), starts, dtype=np.int64) if starts.size else starts
+        counts = np.bincount(bins[starts], weights=neighbour_counts, minlength=windows * layout.shards)
         return counts.astype(np.int32).reshape(windows, layout.shards)
 
-    alone, shape = owners == 1, (senders, windows, layout.shards)
+    has_one_owner, shape = owners == 1, (senders, windows, layout.shards)
     own, sole = np.empty(shape, np.int32), np.zeros(shape, np.int32)
     for sender in range(senders):
         mask = patterns.of(sender)
-        own[sender] = counted(mask)
-        mask = mask & alone
+        own[sender] = count_blocks(mask)
+        mask = mask & has_one_owner
         if mask.any():
-            sole[sender] = counted(mask)
-    return Load(own, sole, counted(owners > 0), counted(owners >= 0))
+            sole[sender] = count_blocks(mask)
+    return Load(own, sole, count_blocks(owners > 0), count_blocks(owners >= 0))
 
 
 class Patterns(Protocol):
@@ -102,8 +102,8 @@ class DrawnPatterns:
         self.blocks, self._density, self._overlap, self._seed = blocks, density, overlap, seed
 
     def of(self, rank: int) -> Array:
-        alone = self._overlap == "random"
-        drawn = np.random.default_rng([self._seed, rank if alone else 0]).random(self.blocks, np.float32)
+        is_random = self._overlap == "random"
+        drawn = np.random.default_rng([self._seed, rank if is_random else 0]).random(self.blocks, np.float32)
         if self._overlap == "none":
             drawn -= rank * self._density
             return (drawn >= 0) & (drawn < self._density)
@@ -141,14 +141,14 @@ def popularity(density: float, union_density: float, ranks: int) -> tuple[Array,
     density = min(1.0, max(0.0, density))
     if density in (0.0, 1.0):
         return np.full(1, density), np.ones(1)
-    others, missing = np.arange(ranks), math.log(max(1 - union_density, 1e-300))
-    low, high = LEAST_ALIKE, MOST_ALIKE
+    other_ranks, log_missing = np.arange(ranks), math.log(max(1 - union_density, 1e-300))
+    low, high = MIN_LIKENESS, MAX_LIKENESS
     while high > low * (1 + 1e-9):
-        alike = math.sqrt(low * high)  # the sum of the two parameters
-        if np.log1p(-alike * density / (alike + others)).sum() > missing:  # what no rank has is too much
-            low = alike
+        likeness = math.sqrt(low * high)  # the sum of the two parameters
+        if np.log1p(-likeness * density / (likeness + other_ranks)).sum() > log_missing:  # what no rank has is too much
+            low = likeness
         else:
-            high = alike
+            high = likeness
     return _gauss_nodes(low * density, low * (1 - density))
 
 
@@ -158,11 +158,11 @@ def _gauss_nodes(a: float, b: float) -> tuple[Array, Array]:
     s, n = a + b, np.arange(1, LIKELIHOODS)
     diagonal = np.concatenate(([(a - b) / s], (a - b) * (s - 2) / ((2 * n + s - 2) * (2 * n + s))))
     n = n[1:]
-    beside = (
+    off_diagonal = (
         4 * n * (n + a - 1) * (n + b - 1) * (n + s - 2) / ((2 * n + s - 2) ** 2 * (2 * n + s - 1) * (2 * n + s - 3))
     )
-    beside = np.sqrt(np.concatenate(([4 * a * b / (s * s * (s + 1))], beside)))
-    values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(beside, -1))
+    off_diagonal = np.sqrt(np.concatenate(([4 * a * b / (s * s * (s + 1))], off_diagonal)))
+    values, vectors = np.linalg.eigh(np.diag(diagonal) + np.diag(off_diagonal, -1))
     return np.clip((values + 1) / 2, 0, 1), vectors[0] ** 2
 
 
@@ -171,16 +171,16 @@ class RememberedPatterns:
 
     def __init__(self, patterns: Patterns) -> None:
         self.blocks, self._patterns = patterns.blocks, patterns
-        self._known: dict[int, Array] = {}
-        self._most = REMEMBERED_BYTES // (1 + patterns.blocks // 8)
+        self._packed_masks: dict[int, Array] = {}
+        self._limit = REMEMBERED_BYTES // (1 + patterns.blocks // 8)
 
     def of(self, rank: int) -> Array:
-        known = self._known.get(rank)
-        if known is not None:
-            return np.unpackbits(known, count=self.blocks).view(np.bool_)
+        packed = self._packed_masks.get(rank)
+        if packed is not None:
+            return np.unpackbits(packed, count=self.blocks).view(np.bool_)
         mask = self._patterns.of(rank)
-        if len(self._known) < self._most:
-            self._known[rank] = np.packbits(mask)
+        if len(self._packed_masks) < self._limit:
+            self._packed_masks[rank] = np.packbits(mask)
         return mask
 
 
@@ -203,12 +203,12 @@ class SummedPatterns:
     def of(self, rank: int) -> Array:
         first = rank * self._size
         mask = self._patterns.of(first).copy()
-        for other in range(first + 1, first + self._size):
-            mask |= self._patterns.of(other)
+        for member in range(first + 1, first + self._size):
+            mask |= self._patterns.of(member)
         return mask
 
 
-class Saved(NamedTuple):
+class SavedBlocks(NamedTuple):
     """The arrays of a file one behind the other, each from a new block on: which blocks are not zero, bool (blocks,),
     and the bytes of an element."""
 
@@ -216,7 +216,7 @@ class Saved(NamedTuple):
     itemsize: int
 
 
-def read_blocks(path: str, block_size: int) -> Saved:
+def read_blocks(path: str, block_size: int) -> SavedBlocks:
     """Read a file. Raises FileError, and UsageError for what the service does not reduce, for arrays of elements of
     different sizes, and for none."""
     masks, sizes = [], set()
@@ -229,7 +229,7 @@ def read_blocks(path: str, block_size: int) -> Saved:
     if len(sizes) != 1:
         contents = "no arrays" if not sizes else f"elements of {' and '.join(map(str, sorted(sizes)))} bytes"
         raise UsageError(f"{path} holds {contents}; expected arrays whose elements have one size")
-    return Saved(np.concatenate(masks), sizes.pop())
+    return SavedBlocks(np.concatenate(masks), sizes.pop())
 
 
 def read_all(paths: Sequence[str], block_size: int) -> tuple[list[Array], int]:

@@ -45,30 +45,30 @@ class PlanRequest(NamedTuple):
     rack_gbps: float
 
 
-def report_plan(asked: PlanRequest, json_path: str | None) -> None:
+def report_plan(request: PlanRequest, json_path: str | None) -> None:
     """Print the predictions and the best plan. Raises UsageError, FileError."""
     if json_path:
         check_writable(json_path)
-    if asked.block_size % 8:
-        raise UsageError(f"--block-size {asked.block_size}: expected a multiple of 8")
-    if asked.ranks % asked.hosts:
-        raise UsageError(f"{asked.ranks} ranks on {asked.hosts} hosts: expected as many ranks on each host")
-    if asked.racks and asked.hosts % asked.racks:
-        raise UsageError(f"{asked.hosts} hosts in {asked.racks} racks: expected as many hosts in each rack")
-    reduced = None if asked.trace is None else read_reduced(asked.trace, asked.job)
-    work = [_tensor(asked)] if reduced is None else _traced(reduced)
+    if request.block_size % 8:
+        raise UsageError(f"--block-size {request.block_size}: expected a multiple of 8")
+    if request.ranks % request.hosts:
+        raise UsageError(f"{request.ranks} ranks on {request.hosts} hosts: expected as many ranks on each host")
+    if request.racks and request.hosts % request.racks:
+        raise UsageError(f"{request.hosts} hosts in {request.racks} racks: expected as many hosts in each rack")
+    reduced = None if request.trace is None else read_reduced(request.trace, request.job)
+    work = [_requested_tensor(request)] if reduced is None else _traced_tensors(reduced)
     hosts = Hosts(
-        asked.hosts, asked.cores, asked.link_gbps * 1e9 / 8, asked.latency_us * 1e-6,
-        racks=asked.racks, rack_bytes_per_s=(asked.rack_gbps or asked.link_gbps) * 1e9 / 8,
+        request.hosts, request.cores, request.link_gbps * 1e9 / 8, request.latency_us * 1e-6,
+        racks=request.racks, rack_bytes_per_s=(request.rack_gbps or request.link_gbps) * 1e9 / 8,
     )  # fmt: skip
-    shards = _parse_shards(asked.shards) or shard_counts(asked.hosts, asked.ranks // asked.hosts)
-    studied = study(work, hosts, asked.ranks // asked.hosts, shards, costs=Costs().at(asked.speed))
-    _print(make_console(), asked, studied, sum(tensors.nbytes for tensors in work), reduced)
+    shards = _parse_shards(request.shards) or shard_counts(request.hosts, request.ranks // request.hosts)
+    result = study(work, hosts, request.ranks // request.hosts, shards, costs=Costs().at(request.speed))
+    _print(make_console(), request, result, sum(tensors.nbytes for tensors in work), reduced)
     if json_path:
-        write_json(msgspec.json.encode(_as_json(studied, reduced)), json_path)
+        write_json(msgspec.json.encode(_as_json(result, reduced)), json_path)
 
 
-def _traced(reduced: TracedReductions) -> list[Tensors]:
+def _traced_tensors(reduced: TracedReductions) -> list[Tensors]:
     """The tensors of a traced job, as any number of ranks would have them."""
     return [
         Tensors(
@@ -80,43 +80,45 @@ def _traced(reduced: TracedReductions) -> list[Tensors]:
     ]
 
 
-def _tensor(asked: PlanRequest) -> Tensors:
+def _requested_tensor(request: PlanRequest) -> Tensors:
     """One tensor: that of the files, or one that is drawn."""
-    if asked.files:
-        masks, itemsize = read_all(asked.files, asked.block_size)
-        if len(masks) != asked.ranks:
-            raise UsageError(f"{len(masks)} files for {asked.ranks} ranks: expected one of each rank")
-        return Tensors(KnownPatterns(masks), asked.block_size * itemsize)
-    blocks = -(-asked.elements // asked.block_size)
-    if asked.dtype not in ELEMENT_TYPES:
-        raise UsageError(f"--dtype {asked.dtype}: expected one of {', '.join(ELEMENT_TYPES)}")
-    itemsize = ELEMENT_TYPES[asked.dtype].itemsize
-    patterns = DrawnPatterns(blocks, asked.density, asked.overlap, asked.ranks)
-    return Tensors(patterns, asked.block_size * itemsize)
+    if request.files:
+        masks, itemsize = read_all(request.files, request.block_size)
+        if len(masks) != request.ranks:
+            raise UsageError(f"{len(masks)} files for {request.ranks} ranks: expected one of each rank")
+        return Tensors(KnownPatterns(masks), request.block_size * itemsize)
+    blocks = -(-request.elements // request.block_size)
+    if request.dtype not in ELEMENT_TYPES:
+        raise UsageError(f"--dtype {request.dtype}: expected one of {', '.join(ELEMENT_TYPES)}")
+    itemsize = ELEMENT_TYPES[request.dtype].itemsize
+    patterns = DrawnPatterns(blocks, request.density, request.overlap, request.ranks)
+    return Tensors(patterns, request.block_size * itemsize)
 
 
-def _print(console: Console, asked: PlanRequest, found: Study, nbytes: int, reduced: TracedReductions | None) -> None:
+def _print(
+    console: Console, request: PlanRequest, result: Study, nbytes: int, reduced: TracedReductions | None
+) -> None:
     if reduced is not None:
         _print_reduced(console, reduced)
     console.print(
-        f"{short_count(nbytes)} bytes on {asked.ranks} ranks, {asked.hosts} hosts of {asked.cores:g} processors, "
-        f"links of {asked.link_gbps:g} Gbit/s and {asked.latency_us:g} us\n"
-        f"density of one sender {density_text(found.density)}, of all together {density_text(found.union_density)}"
+        f"{short_count(nbytes)} bytes on {request.ranks} ranks, {request.hosts} hosts of {request.cores:g} processors, "
+        f"links of {request.link_gbps:g} Gbit/s and {request.latency_us:g} us\n"
+        f"density of one sender {density_text(result.density)}, of all together {density_text(result.union_density)}"
     )
     table = _table()
     for title in ("shards", "where", "ranks"):
         table.add_column(title, justify="right" if title == "shards" else "left", no_wrap=True)
     for title in ("time ms", "busiest link", "processor ms", "memory of a shard"):
         table.add_column(title, justify="right", no_wrap=True)
-    for candidate in sorted(found.candidates, key=lambda candidate: candidate.prediction.seconds):
-        table.add_row(*_cells(candidate), style="bold" if candidate is found.best else None)
+    for candidate in sorted(result.candidates, key=lambda candidate: candidate.prediction.seconds):
+        table.add_row(*_cells(candidate), style="bold" if candidate is result.best else None)
     console.print(table)
-    verdict = "" if found.ring_s > found.best.prediction.seconds else ": no plan here is faster"
-    console.print(f"a ring that sends everything: {short_time(found.ring_s * 1e3)} ms at least{verdict}")
+    verdict = "" if result.ring_s > result.best.prediction.seconds else ": no plan here is faster"
+    console.print(f"a ring that sends everything: {short_time(result.ring_s * 1e3)} ms at least{verdict}")
     if reduced is not None:
         console.print(f"measured in the trace: {short_time(reduced.measured_s * 1e3)} ms on {reduced.ranks} ranks")
-    block_size = asked.block_size if reduced is None else None
-    console.print("\n" + as_toml(found.best.plan, asked.hosts, block_size), end="")
+    block_size = request.block_size if reduced is None else None
+    console.print("\n" + as_toml(result.best.plan, request.hosts, block_size), end="")
 
 
 def _print_reduced(console: Console, reduced: TracedReductions) -> None:
@@ -150,10 +152,10 @@ def _table() -> Table:
 
 def _cells(candidate: Candidate) -> list[str]:
     plan, prediction = candidate
-    where = "hosts of their own" if plan.dedicated else "beside ranks"
+    placement = "hosts of their own" if plan.dedicated else "beside ranks"
     return [
         str(plan.shards),
-        f"{where}, relays" if plan.relays else where,
+        f"{placement}, relays" if plan.relays else placement,
         "by host" if plan.by_host else "one by one",
         short_time(prediction.seconds * 1e3),
         short_count(prediction.link_bytes),
@@ -162,19 +164,19 @@ def _cells(candidate: Candidate) -> list[str]:
     ]
 
 
-def _as_json(found: Study, reduced: TracedReductions | None) -> dict[str, object]:
+def _as_json(result: Study, reduced: TracedReductions | None) -> dict[str, object]:
     rows = [
-        candidate.plan._asdict() | candidate.prediction._asdict() | {"best": candidate is found.best}
-        for candidate in found.candidates
+        candidate.plan._asdict() | candidate.prediction._asdict() | {"best": candidate is result.best}
+        for candidate in result.candidates
     ]
     traced = (
         {} if reduced is None else {"trace": reduced._asdict() | {"sizes": [size._asdict() for size in reduced.sizes]}}
     )
     return {
         "plans": rows,
-        "ring_s": found.ring_s,
-        "density": found.density,
-        "union_density": found.union_density,
+        "ring_s": result.ring_s,
+        "density": result.density,
+        "union_density": result.union_density,
     } | traced
 
 

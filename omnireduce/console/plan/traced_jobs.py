@@ -77,34 +77,36 @@ def read_reduced(folder: str | Path, job: str | None = None) -> TracedReductions
         raise UsageError(
             f"{folder}: job '{origin.job}' has 1 rank; expected 2 or more, for what ranks have in common decides"
         )
-    told = _together(ranks)
-    is_tensor = (told[0].blocks >= 0).all(1)
+    traces = _common_collectives(ranks)
+    is_tensor = (traces[0].blocks >= 0).all(1)
     if not is_tensor.any():
         raise UsageError(
             f"{folder}: expected all-reduces of tensors, got none among the {is_tensor.size} collectives of job "
             f"'{origin.job}'; rows, broadcasts and barriers are not planned, and traces of older versions do not tell. "
             "Trace some steps of the training"
         )
-    blocks = np.stack([trace.blocks[is_tensor] for trace in told])
-    sizes = _sizes(told[0].nbytes[is_tensor], blocks[0, :, :2], blocks[:, :, 2].mean(0), blocks[:, :, 3].max(0))
+    blocks = np.stack([trace.blocks[is_tensor] for trace in traces])
+    sizes = _group_by_size(
+        traces[0].nbytes[is_tensor], blocks[0, :, :2], blocks[:, :, 2].mean(0), blocks[:, :, 3].max(0)
+    )
     return TracedReductions(
         job=origin.job,
         ranks=origin.ranks,
-        sizes=few(sizes, MOST_SIZES),
+        sizes=combine_small_sizes(sizes, MOST_SIZES),
         kinds=len(sizes),
         others=int(np.count_nonzero(~is_tensor)),
-        measured_s=float(np.mean([trace.lasted[is_tensor].sum() for trace in told])) / 1e9,
+        measured_s=float(np.mean([trace.lasted[is_tensor].sum() for trace in traces])) / 1e9,
         missed=sum(lane.origin.missed for lane in ranks),
     )
 
 
-def _together(ranks: Sequence[Lane]) -> list[_TracedRank]:
+def _common_collectives(ranks: Sequence[Lane]) -> list[_TracedRank]:
     """The traces of the collectives that all ranks have recorded, which are the same on each."""
-    told = [_told(lane) for lane in ranks]
-    count = min(trace.nbytes.size for trace in told)
-    told = [_TracedRank(*(part[:count] for part in trace)) for trace in told]
-    first = told[0]
-    for lane, trace in zip(ranks, told, strict=True):
+    traces = [_trace_of_lane(lane) for lane in ranks]
+    count = min(trace.nbytes.size for trace in traces)
+    traces = [_TracedRank(*(part[:count] for part in trace)) for trace in traces]
+    first = traces[0]
+    for lane, trace in zip(ranks, traces, strict=True):
         is_tensor = first.blocks[:, 0] >= 0
         differ = (trace.blocks[:, :2] != first.blocks[:, :2]).any(1) | (is_tensor & (trace.nbytes != first.nbytes))
         if differ.any():
@@ -112,68 +114,68 @@ def _together(ranks: Sequence[Lane]) -> list[_TracedRank]:
                 f"the traces of {ranks[0].origin} and {lane.origin} do not fit together: collective "
                 f"{int(np.argmax(differ))} is not the same; expected those of one run"
             )
-    return told
+    return traces
 
 
-def _told(lane: Lane) -> _TracedRank:
+def _trace_of_lane(lane: Lane) -> _TracedRank:
     spans = lane.spans
     ends = np.flatnonzero(spans["what"] == SpanKind.COLLECTIVE)
     blocks = np.full((ends.size, len(OF_TENSOR)), -1)
-    for column, what in enumerate(OF_TENSOR):
-        at = np.flatnonzero(spans["what"] == what)
-        of = np.searchsorted(ends, at)  # the next collective to end
-        blocks[of[of < ends.size], column] = spans["detail"][at[of < ends.size]]
-    _check(lane, blocks)
+    for column, kind in enumerate(OF_TENSOR):
+        positions = np.flatnonzero(spans["what"] == kind)
+        owners = np.searchsorted(ends, positions)  # the next collective to end
+        blocks[owners[owners < ends.size], column] = spans["detail"][positions[owners < ends.size]]
+    _check_tensors(lane, blocks)
     collectives = spans[ends]
     begins = without_overlap(collectives["start"], collectives["end"])
     return _TracedRank(collectives["detail"], blocks, collectives["end"] - begins)
 
 
-def _check(lane: Lane, told: Array) -> None:
+def _check_tensors(lane: Lane, details: Array) -> None:
     """Raises UsageError unless what a trace tells of each tensor, (n, OF_TENSOR), may be true."""
-    tensors = told[told[:, 0] >= 0]
+    tensors = details[details[:, 0] >= 0]
     blocks, block_bytes, own, union = tensors.T
     fit = (blocks <= MOST_BLOCKS) & (block_bytes > 0) & (block_bytes <= MOST_BLOCK_BYTES)
     fit &= (own >= 0) & (own <= blocks) & (union >= 0) & (union <= blocks)
     if not fit.all():
-        said = ", ".join(
+        values = ", ".join(
             f"{what.name} {detail}" for what, detail in zip(OF_TENSOR, tensors[~fit][0].tolist(), strict=True)
         )
         raise UsageError(
             f"the trace of {lane.origin} of job '{lane.origin.job}' cannot be true: expected tensors of up to "
-            f"{MOST_BLOCKS} blocks, of which ranks have some, got {said}"
+            f"{MOST_BLOCKS} blocks, of which ranks have some, got {values}"
         )
 
 
-def _sizes(nbytes: Array, shapes: Array, own: Array, union: Array) -> list[Size]:
+def _group_by_size(nbytes: Array, shapes: Array, own: Array, union: Array) -> list[Size]:
     """Group collectives of the same size."""
     keys, inverse, counts = np.unique(
         np.column_stack((nbytes, shapes)), axis=0, return_inverse=True, return_counts=True
     )
-    of_blocks = counts * np.maximum(1, keys[:, 1])
-    densities = [np.bincount(inverse.reshape(-1), weights, counts.size) / of_blocks for weights in (own, union)]
+    block_counts = counts * np.maximum(1, keys[:, 1])
+    densities = [np.bincount(inverse.reshape(-1), weights, counts.size) / block_counts for weights in (own, union)]
     columns = counts.tolist(), *keys.T.tolist(), *(density.tolist() for density in densities)
     sizes = [Size(*row) for row in zip(*columns, strict=True)]
     return sorted(sizes, key=lambda size: -size.times * size.nbytes)
 
 
-def few(sizes: Sequence[Size], most: int) -> list[Size]:
-    """No more than `most` sizes: those of the fewest bytes, if there are more, become as many tensors of one size."""
-    kept, rest = list(sizes[: most - 1]), sizes[most - 1 :]
+def combine_small_sizes(sizes: Sequence[Size], limit: int) -> list[Size]:
+    """No more than `limit` sizes: those of the fewest bytes, if there are more, become as many tensors of one size."""
+    largest, rest = list(sizes[: limit - 1]), sizes[limit - 1 :]
     if len(rest) <= 1:
         return list(sizes)
 
-    def total(of: Callable[[Size], float]) -> float:
-        return sum(size.times * of(size) for size in rest)
+    def sum_over(value: Callable[[Size], float]) -> float:
+        return sum(size.times * value(size) for size in rest)
 
-    count, blocks = sum(size.times for size in rest), total(lambda size: size.blocks)
+    count, blocks = sum(size.times for size in rest), sum_over(lambda size: size.blocks)
     if not blocks:
-        return kept
-    nbytes, sent = total(lambda size: size.nbytes), total(lambda size: size.blocks * size.block_bytes)
-    own = total(lambda size: size.blocks * size.density)
-    union = total(lambda size: size.blocks * size.union_density)
+        return largest
+    nbytes, sent = sum_over(lambda size: size.nbytes), sum_over(lambda size: size.blocks * size.block_bytes)
+    own = sum_over(lambda size: size.blocks * size.density)
+    union = sum_over(lambda size: size.blocks * size.union_density)
     mean = Size(
         count, round(nbytes / count), max(1, round(blocks / count)), round(sent / blocks), own / blocks,
         union / blocks,
     )  # fmt: skip
-    return [*kept, mean]
+    return [*largest, mean]

@@ -22,7 +22,7 @@ HEADER = ("sample", "state", *(parameter.key for parameter in PARAMETERS), "scor
 COMPLETE, PRUNED, IMPOSSIBLE = "complete", "pruned", "impossible"
 
 
-class Log:
+class SampleLog:
     """The CSV file. It gets a line as soon as a sample is over. Without a file, lines are dropped.
 
     `score` and `default_score` are bytes per microsecond in the same rounds, `ratio` says how many times as fast as the
@@ -45,17 +45,17 @@ class Log:
 
 
 @contextmanager
-def opened_log(path: str | None) -> Iterator[Log]:
+def open_log(path: str | None) -> Iterator[SampleLog]:
     """A log in a new file. Raises ConfigError where it cannot be opened."""
     if path is None:
-        yield Log(None)
+        yield SampleLog(None)
         return
     try:
         file = user_path(path).open("w", newline="", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--log {path}: {error.strerror}") from None
     with file:
-        yield Log(file)
+        yield SampleLog(file)
 
 
 def values_of(config: Config) -> dict[str, Value]:
@@ -80,19 +80,20 @@ def _text(value: Value) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def write_tuned(path: str, given: Config, best: Config, free: Mapping[str, object], found: str) -> None:
-    """Write what differs from the defaults in `given`, and the values of `best` for all `free` keys, as TOML.
+def write_tuned(path: str, user_config: Config, best: Config, free: Mapping[str, object], comment: str) -> None:
+    """Write what differs from the defaults in `user_config`, and the values of `best` for all `free` keys, as TOML.
 
-    `found` says in one line how good it is. Raises UsageError where the file cannot be written, ConfigError if it could
+    `comment` says in one line how good it is. Raises UsageError if the file cannot be written, ConfigError if it could
     not be loaded.
+
     """
     tables: dict[str, dict[str, object]] = {}
     for key in KEYS.values():
-        value = getattr(getattr(given, key.section), key.name)
+        value = getattr(getattr(user_config, key.section), key.name)
         if key.path in free:
             value = value_of(best, key.path)
         elif value == key.default:
             continue
         tables.setdefault(key.section, {})[key.name] = list(value) if isinstance(value, tuple) else value
-    write_file(f"# {found}\n{dump_tables(tables)}".encode(), path)
+    write_file(f"# {comment}\n{dump_tables(tables)}".encode(), path)
     load_config(Path(path), environ={})

@@ -85,13 +85,13 @@ class Circumstances:
 class Space:
     """The keys that are free, and the values that each may take; that of `base` is among them."""
 
-    def __init__(self, base: Config, held: Sequence[str], here: Circumstances) -> None:
+    def __init__(self, base: Config, held: Sequence[str], circumstances: Circumstances) -> None:
         self.base = base
         self.held = dict.fromkeys(held, "held")
         for parameter in PARAMETERS:
-            why = here.why_without_effect(parameter)
-            if why and parameter.key not in self.held:
-                self.held[parameter.key] = why
+            reason = circumstances.why_without_effect(parameter)
+            if reason and parameter.key not in self.held:
+                self.held[parameter.key] = reason
         self.free = {
             parameter.key: self._values(parameter) for parameter in PARAMETERS if parameter.key not in self.held
         }
@@ -154,7 +154,7 @@ def read_holds(holds: Sequence[str]) -> tuple[list[str], list[str]]:
 
 _STEP = 2  # values
 _GAIN = 1.05  # a ratio that is more than noise
-_MOST_KNOWN = 50  # proposals that were measured before, one after another; then the search is over
+_MAX_REPEATS = 50  # proposals that were measured before, one after another; then the search is over
 
 
 def check_library() -> None:
@@ -172,46 +172,46 @@ class Search:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        first = list(self._first(space))[: max(1, samples // 2)]
-        self._many_first = len(first)
-        before = len(first) + 3  # so many samples are no guess of the sampler, and are not pruned
+        first_trials = list(self._first_trials(space))[: max(1, samples // 2)]
+        self._first_count = len(first_trials)
+        startup_trials = len(first_trials) + 3  # so many samples are no guess of the sampler, and are not pruned
         with warnings.catch_warnings():  # of what may change in a later release
             warnings.simplefilter("ignore")
-            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=before)
-        pruner = optuna.pruners.MedianPruner(n_startup_trials=before)
+            sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=startup_trials)
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=startup_trials)
         self._study = optuna.create_study(direction="maximize", sampler=sampler, pruner=pruner)
         self._pruned = optuna.trial.TrialState.PRUNED
         self._space = space
         self._trial: Any = None
-        self._known: dict[tuple[object, ...], float | None] = {}
+        self._measured: dict[tuple[object, ...], float | None] = {}
         self._complete: list[tuple[float, Point]] = []
-        for trial in first:
+        for trial in first_trials:
             self._study.enqueue_trial(trial)
 
     @staticmethod
-    def _first(space: Space) -> Iterator[dict[str, int]]:
+    def _first_trials(space: Space) -> Iterator[dict[str, int]]:
         """The start, whose ratio says how far from 1 noise alone takes a sample; then what differs from it in one key,
         which is some way up or down. Of many keys, random points would differ in all at once."""
         start = {key: values.index(space.start[key]) for key, values in space.free.items()}
         yield start
         for step in (_STEP, -_STEP):
-            for key, at in start.items():
-                moved = min(max(at + step, 0), len(space.free[key]) - 1)
-                if moved != at:
-                    yield start | {key: moved}
+            for key, index in start.items():
+                neighbour = min(max(index + step, 0), len(space.free[key]) - 1)
+                if neighbour != index:
+                    yield start | {key: neighbour}
 
     def ask(self) -> Point | None:
         """A point that was not measured yet; None where there seems to be none."""
-        for _ in range(_MOST_KNOWN):
-            if len(self._known) == self._space.size:
+        for _ in range(_MAX_REPEATS):
+            if len(self._measured) == self._space.size:
                 return None
             trial = self._trial = self._study.ask()
-            at = {key: trial.suggest_int(key, 0, len(values) - 1) for key, values in self._space.free.items()}
-            point = {key: self._space.free[key][i] for key, i in at.items()}
-            if tuple(point.values()) not in self._known:
+            indices = {key: trial.suggest_int(key, 0, len(values) - 1) for key, values in self._space.free.items()}
+            point = {key: self._space.free[key][i] for key, i in indices.items()}
+            if tuple(point.values()) not in self._measured:
                 return point
-            known = self._known[tuple(point.values())]
-            self._tell(known)
+            ratio = self._measured[tuple(point.values())]
+            self._finish_trial(ratio)
         return None
 
     def goes_on(self, ratio: float, stage: int) -> bool:
@@ -221,14 +221,14 @@ class Search:
 
     def tell(self, point: Point, ratio: float | None) -> None:
         """Record the ratio of the sample; None if it was pruned, or is impossible."""
-        self._known[tuple(point.values())] = ratio
+        self._measured[tuple(point.values())] = ratio
         if ratio is not None:
             self._complete.append((ratio, point))
-        self._tell(ratio)
-        if len(self._known) == self._many_first:
-            self._combine()
+        self._finish_trial(ratio)
+        if len(self._measured) == self._first_count:
+            self._propose_combination()
 
-    def _combine(self) -> None:
+    def _propose_combination(self) -> None:
         """Make a next sample that joins all values which were good alone."""
         start, best = self._space.start, dict(self._space.start)
         for _, point in sorted(
@@ -237,16 +237,16 @@ class Search:
             best |= {key: value for key, value in point.items() if value != start[key]}
         self._study.enqueue_trial({key: self._space.free[key].index(value) for key, value in best.items()})
 
-    def _tell(self, ratio: float | None) -> None:
+    def _finish_trial(self, ratio: float | None) -> None:
         if ratio is None:
             self._study.tell(self._trial, state=self._pruned)
         else:
             self._study.tell(self._trial, ratio)
 
-    def best(self, most: int) -> list[Point]:
+    def best(self, count: int) -> list[Point]:
         """Up to so many points, the best first; not the start."""
         others = [sample for sample in self._complete if sample[1] != self._space.start]
-        return [point for _, point in sorted(others, key=lambda sample: -sample[0])[:most]]
+        return [point for _, point in sorted(others, key=lambda sample: -sample[0])[:count]]
 
 
 WARM_UP = 3  # a queue takes two steps that are alike before it leaves its rounds
@@ -287,9 +287,9 @@ class Race:
             contenders = [by_index[i] for i in range(size)]
             self._warm_up(contenders)
             seconds = np.zeros((size, rounds))
-            for at in range(rounds):
+            for column in range(rounds):
                 for i in order if self._round % 2 else reversed(order):
-                    seconds[i, at] = contenders[i].step(self._workload, self._round)
+                    seconds[i, column] = contenders[i].step(self._workload, self._round)
                 self._round += 1
             slowest = contenders[0].comm.allreduce(seconds, op="max")
             for contender in contenders:
@@ -301,10 +301,10 @@ class Race:
 
     def _warm_up(self, contenders: list[Contender]) -> None:
         wrong = 0
-        for at in range(WARM_UP):
+        for index in range(WARM_UP):
             for contender in contenders:
                 contender.step(self._workload, self._round)
-                wrong += self._workload.wrong(self._round) if at == WARM_UP - 1 else 0
+                wrong += self._workload.wrong(self._round) if index == WARM_UP - 1 else 0
             self._round += 1
         if contenders[0].comm.allreduce(np.array([wrong]))[0]:
             raise OmniReduceError("sums are wrong: nothing can be tuned")

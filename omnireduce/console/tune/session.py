@@ -16,8 +16,8 @@ from omnireduce.console.tune.report import (
     COMPLETE,
     IMPOSSIBLE,
     PRUNED,
-    Log,
-    opened_log,
+    SampleLog,
+    open_log,
     print_table,
     values_of,
     write_tuned,
@@ -30,12 +30,12 @@ from omnireduce.support.config import Config, load_config
 from omnireduce.support.printing import carriers_text, make_console, short_count
 
 HEATS = 4  # of a sample, after each of which it may be pruned; an even number, so that both are as often first
-FINALISTS, LAST = 8, 3  # best samples that are measured once more, and best of these that are measured again
-OF_GRID = 4  # best points, which are measured once more beside that of the search
+FINALISTS, LAST_FINALISTS = 8, 3  # best samples that are measured once more, and best of these that are measured again
+GRID_FINALISTS = 4  # best points, which are measured once more beside that of the search
 FINAL_TIMES = 3  # as many rounds as a sample has
 NOISE = 0.1  # of the logarithm of a ratio
 ENOUGH = 0.95  # of the best of the grid
-LEAST_SAMPLES, SAMPLES_OF_KEY = 20, 6
+MIN_SAMPLES, SAMPLES_OF_KEY = 20, 6
 
 
 class Request(RankRequest, frozen=True, kw_only=True):
@@ -69,16 +69,16 @@ class Verdict(msgspec.Struct, frozen=True):
 
 def run(request: Request, config: Config) -> Verdict:
     """Search, as all ranks do."""
-    with omni.connect(config) as comm, opened_log(request.log_path if comm.rank == 0 else None) as log:
+    with omni.connect(config) as comm, open_log(request.log_path if comm.rank == 0 else None) as log:
         return Session(request, config, comm, log).run()
 
 
 class Session:
     """One search. `comm` carries what ranks exchange between samples."""
 
-    def __init__(self, request: Request, config: Config, comm: Communicator, log: Log) -> None:
+    def __init__(self, request: Request, config: Config, comm: Communicator, log: SampleLog) -> None:
         self._request, self._comm, self._log = request, comm, log
-        self._leads = comm.rank == 0
+        self._is_rank_0 = comm.rank == 0
         in_memory = comm.in_memory and comm.local_size == comm.size
         self._space = Space(config, request.holds, Circumstances(comm.shards, in_memory, request.in_order))
         cases = cases_of(
@@ -86,7 +86,7 @@ class Session:
             size=comm.size,
         )  # fmt: skip
         self._workload = make_workload(cases, comm.rank, comm.size, in_order=request.in_order)
-        self._console: Console = make_console(quiet=not self._leads)
+        self._console: Console = make_console(quiet=not self._is_rank_0)
         self._samples, self._job = 0, job_name(config, detect_launch().job)
         step = f"a step of {len(cases)} array{'s' * (len(cases) > 1)}, {short_count(self._workload.nbytes)} bytes"
         shards = f"{comm.shards} shard{'s' * (comm.shards > 1)}"
@@ -96,16 +96,16 @@ class Session:
         """Search; the same on all ranks."""
         space, request = self._space, self._request
         if not space.free:
-            return Verdict(f"nothing is free: {'; '.join(f'{key}: {why}' for key, why in space.held.items())}")
-        samples = request.samples or max(LEAST_SAMPLES, SAMPLES_OF_KEY * len(space.free))
-        search = Search(space, samples=samples, seed=request.seed) if self._leads else None
-        best = self._final(self._search(search, samples))
+            return Verdict(f"nothing is free: {'; '.join(f'{key}: {reason}' for key, reason in space.held.items())}")
+        samples = request.samples or max(MIN_SAMPLES, SAMPLES_OF_KEY * len(space.free))
+        search = Search(space, samples=samples, seed=request.seed) if self._is_rank_0 else None
+        best = self._choose_best(self._search(search, samples))
         return Verdict(share=self._compare_with_grid(best) if request.grid else None)
 
     def _search(self, search: Search | None, samples: int) -> list[Point]:
         """Take the samples, and return the best points."""
         for _ in range(samples):
-            point: Point | None = self._told(search and search.ask())
+            point: Point | None = self._value_of_rank_0(search and search.ask())
             if point is None:
                 self._console.print("every point was measured")
                 break
@@ -116,10 +116,10 @@ class Session:
                 )
             if search:
                 search.tell(point, ratio)
-        best: list[Point] = self._told(search and search.best(FINALISTS))
+        best: list[Point] = self._value_of_rank_0(search and search.best(FINALISTS))
         return best
 
-    def _told(self, x: Any) -> Any:
+    def _value_of_rank_0(self, x: Any) -> Any:
         """The value of rank 0."""
         return self._comm.broadcast_object(x, 0, name="tune")
 
@@ -131,20 +131,20 @@ class Session:
         self._samples += 1
         if config is None or not space.fits(config, self._comm.size):
             values = values_of(space.base) | point
-            self._note(IMPOSSIBLE, values, ())
+            self._record_sample(IMPOSSIBLE, values, ())
             return None
         state = COMPLETE
         race = self._race([space.base, config])
         for heat in range(HEATS):
             race.run(math.ceil(self._request.rounds / HEATS))
-            if prunes and heat < HEATS - 1 and not self._told(goes_on and goes_on(race.ratio(1), heat)):
+            if prunes and heat < HEATS - 1 and not self._value_of_rank_0(goes_on and goes_on(race.ratio(1), heat)):
                 state = PRUNED
                 break
         scores = race.score(1), race.score(0), race.ratio(1)
-        self._note(state, values_of(config), scores)
+        self._record_sample(state, values_of(config), scores)
         return scores[2] if state == COMPLETE else None
 
-    def _note(self, state: str, values: Mapping[str, Value], scores: tuple[float, ...]) -> None:
+    def _record_sample(self, state: str, values: Mapping[str, Value], scores: tuple[float, ...]) -> None:
         self._log.add(self._samples, state, values, scores)
         score = f"{scores[2]:.3f}x" if scores else "none"
         self._console.print(
@@ -154,7 +154,7 @@ class Session:
     def _race(self, configs: list[Config]) -> Race:
         return Race(configs, self._workload, f"{self._job}.{self._samples}")
 
-    def _finals(self, points: list[Point], times: int = FINAL_TIMES) -> Race:
+    def _race_points(self, points: list[Point], times: int = FINAL_TIMES) -> Race:
         """A race of some points and the default. Each of them is first in one heat."""
         contenders = self._configs([self._space.start, *points])
         self._samples += 1
@@ -163,35 +163,39 @@ class Session:
             race.run(math.ceil(times * self._request.rounds / len(contenders)))
         return race
 
-    def _best_first(self, points: list[Point], times: int = FINAL_TIMES) -> list[Point]:
+    def _sorted_by_speed(self, points: list[Point], times: int = FINAL_TIMES) -> list[Point]:
         """The points in the order of a race."""
-        race = self._finals(points, times)
-        return [points[at] for at in sorted(range(len(points)), key=lambda at: -race.ratio(1 + at))]
+        race = self._race_points(points, times)
+        return [points[index] for index in sorted(range(len(points)), key=lambda index: -race.ratio(1 + index))]
 
-    def _final(self, points: list[Point]) -> Point:
+    def _choose_best(self, points: list[Point]) -> Point:
         """Measure the best points once more, in turns with the default, and the best of these again. Return the best
         one, which may be the default, and say and write what it is."""
         space = self._space
-        if len(points) > LAST:
-            points = self._best_first(points, 1)[:LAST]
+        if len(points) > LAST_FINALISTS:
+            points = self._sorted_by_speed(points, 1)[:LAST_FINALISTS]
         contenders = [space.start, *points]
-        at, verdict = 0, "no sample is faster than the default"
+        index, verdict = 0, "no sample is faster than the default"
         if points:
-            race = self._finals(points)
-            at = max(range(len(contenders)), key=race.ratio)
-            if at:
+            race = self._race_points(points)
+            index = max(range(len(contenders)), key=race.ratio)
+            if index:
                 verdict = (
-                    f"{race.ratio(at):.3f} times as fast as the default, which had {race.score(0):.4g} bytes per us"
+                    f"{race.ratio(index):.3f} times as fast as the default, which had {race.score(0):.4g} bytes per us"
                 )
             verdict += f", carried by {carriers_text(race.carried)}"
-        best = self._configs([contenders[at]])[0]
+        best = self._configs([contenders[index]])[0]
         print_table(self._console, space, best)
         self._console.print(verdict)
-        if self._leads and self._request.write_path is not None:
-            given = load_config(self._request.config_file, overrides=self._request.overrides, environ=_file_of_user())
-            write_tuned(self._request.write_path, given, best, space.free, f"Found by omnireduce tune: {verdict}.")
+        if self._is_rank_0 and self._request.write_path is not None:
+            user_config = load_config(
+                self._request.config_file, overrides=self._request.overrides, environ=_environ_with_user_file()
+            )
+            write_tuned(
+                self._request.write_path, user_config, best, space.free, f"Found by omnireduce tune: {verdict}."
+            )
             self._console.print(f"written: {self._request.write_path}")
-        return contenders[at]
+        return contenders[index]
 
     def _configs(self, points: Iterable[Point]) -> list[Config]:
         configs = [self._space.config(point) for point in points]
@@ -203,14 +207,16 @@ class Session:
         one had luck."""
         self._console.print("the grid:")
         measured = [(self._sample(point, None, prunes=False), point) for point in self._space.grid()]
-        known = sorted((sample for sample in measured if sample[0] is not None), key=lambda sample: -(sample[0] or 0.0))
-        finalists = [point for _, point in known[:OF_GRID]]
-        top = self._best_first(finalists)[0]
-        race = self._finals([best, top])
+        ranked = sorted(
+            (sample for sample in measured if sample[0] is not None), key=lambda sample: -(sample[0] or 0.0)
+        )
+        finalists = [point for _, point in ranked[:GRID_FINALISTS]]
+        best_of_grid = self._sorted_by_speed(finalists)[0]
+        race = self._race_points([best, best_of_grid])
         share, ratios = race.ratio(1, against=2), (race.ratio(1), race.ratio(2))
-        same = ", the same point" if best == top else f" ({self._text_of(top)})"
+        comparison = ", the same point" if best == best_of_grid else f" ({self._text_of(best_of_grid)})"
         self._console.print(
-            f"in turns: search {ratios[0]:.3f}x, best of {len(measured)} of the grid {ratios[1]:.3f}x{same}"
+            f"in turns: search {ratios[0]:.3f}x, best of {len(measured)} of the grid {ratios[1]:.3f}x{comparison}"
         )
         self._console.print(f"the search reaches {share:.1%} of the best of the grid; expected at least {ENOUGH:.0%}")
         return share
@@ -221,7 +227,7 @@ class Session:
         return " ".join(f"{key}={value}" for key, value in changed.items()) or "the default, against itself"
 
 
-def _file_of_user() -> dict[str, str]:
+def _environ_with_user_file() -> dict[str, str]:
     """The environment for a configuration, without the launcher's variables for ranks."""
     name = "OMNIREDUCE_CONFIG"
     return {name: os.environ[name]} if name in os.environ else {}

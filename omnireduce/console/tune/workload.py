@@ -60,8 +60,8 @@ def synthetic_sizes(elements: int, arrays: int) -> list[int]:
     if elements < arrays:
         raise ConfigError(f"--elements: got {elements}, expected at least {arrays}, one for each of --arrays")
     ends = np.cumsum(GROWTH ** np.arange(arrays))
-    places = np.round(ends / ends[-1] * (elements - arrays)).astype(int)
-    return [int(size) + 1 for size in np.diff(places, prepend=0)]
+    boundaries = np.round(ends / ends[-1] * (elements - arrays)).astype(int)
+    return [int(size) + 1 for size in np.diff(boundaries, prepend=0)]
 
 
 def cases_of(
@@ -69,8 +69,8 @@ def cases_of(
 ) -> Sequence[Case]:
     """A case for each array; those that are drawn have blocks of bench.block_size. Raises ConfigError, and what
     `find_arrays` raises for files."""
-    given = config.bench.block_size
-    block_size = (0 if isinstance(given, tuple) else given) or config.protocol.block_size
+    setting = config.bench.block_size
+    block_size = (0 if isinstance(setting, tuple) else setting) or config.protocol.block_size
     if pattern is not None:
         recorded = [array for array in find_arrays(pattern, size) if array.elements]
         if not recorded:
