@@ -5,7 +5,7 @@ from __future__ import annotations
 from omnireduce.errors import ConfigError
 from omnireduce.protocol.joining.authentication import GIVE_SECRET
 from omnireduce.runtime.shard.access import Access
-from omnireduce.support.addresses import is_loopback, parse_listen, where_to_listen
+from omnireduce.support.addresses import is_loopback, listening_target, parse_listen
 from omnireduce.support.config import Config
 from omnireduce.support.teams import load_teams
 from omnireduce.transport.tls import aggregator_context
@@ -44,7 +44,7 @@ def count_changes(before: Access, after: Access) -> dict[str, int]:
 def text_of_reach(listen: str) -> str:
     """The text that says why other hosts can, or could, reach the address `listen`; empty for a loopback address."""
     try:
-        host = where_to_listen(parse_listen(listen).host).host
+        host = listening_target(parse_listen(listen).host).host
     except OSError as error:
         return f"cannot be looked up now ({error.strerror or error}) and may stand for an address of other hosts"
     return "" if is_loopback(host) else "can be reached from other hosts"

@@ -13,13 +13,13 @@ from omnireduce.support.addresses import (
     Target,
     is_loopback,
     is_numeric,
-    is_own,
+    is_own_target,
     is_wildcard,
+    listening_target,
     look_up,
     own_addresses,
     parse_address,
     parse_listen,
-    where_to_listen,
 )
 from omnireduce.support.config import Config
 
@@ -57,7 +57,7 @@ def _loopback_warnings(listen: str) -> Iterator[tuple[str, str]]:
     """Yield a warning if the host name to listen at resolves to loopback on this host."""
     host, port = parse_listen(listen)
     with suppress(OSError):  # it cannot be looked up just now
-        address = where_to_listen(host).host
+        address = listening_target(host).host
         if not is_numeric(host) and not is_loopback(host) and is_loopback(address):
             own_address = " or ".join(own_addresses()) or "an address"
             advice_text = f"listen at :{port}, or at {own_address} with this port"
@@ -88,5 +88,5 @@ def _is_the_same(address: str, own_address: str) -> bool:
     with suppress(OSError):  # it may become known later
         targets = look_up(host) if port == own_port else []
     if is_wildcard(own_host):
-        return any(map(is_own, targets))
-    return bool(targets) and where_to_listen(own_host).host in {target.host for target in targets}
+        return any(map(is_own_target, targets))
+    return bool(targets) and listening_target(own_host).host in {target.host for target in targets}

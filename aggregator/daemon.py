@@ -49,7 +49,7 @@ from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.addresses import parse_listen
 from omnireduce.support.config import Config
 from omnireduce.support.control_groups import OutOfMemory
-from omnireduce.support.logs import tagged, tell_left_out
+from omnireduce.support.logs import report_left_out, tagged
 from omnireduce.support.progress import Throttle
 from omnireduce.transport.rdma import check_rdma
 
@@ -207,7 +207,7 @@ class Daemon:
                 jobs = self._drain.jobs()
                 log.info("drained: %s", f"{jobs} jobs are left" if jobs else "no job is left", extra=tagged("drained"))
                 return True
-            tell_left_out()
+            report_left_out()
 
     @property
     def _shards(self) -> list[Child]:

@@ -34,7 +34,7 @@ from omnireduce.runtime.embedded_messages import (
 from omnireduce.runtime.shard.access import Access
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.cli import lose_unwritable_logs
-from omnireduce.support.logs import tell_left_out
+from omnireduce.support.logs import report_left_out
 from omnireduce.support.secret import Secret
 from omnireduce.support.teams import Teams
 
@@ -74,4 +74,4 @@ def _serve(rank: socket.socket, order: Order, lifelines: Sequence[int]) -> None:
         return
     for lifeline in lifelines:
         server.stop_after_jobs_when_readable(lifeline)  # the other ranks may leave later
-    server.serve(tell_left_out, CHECK_S)
+    server.serve(report_left_out, CHECK_S)

@@ -45,14 +45,14 @@ from omnireduce.runtime.file_descriptors import NO_ROOM, PAUSE_S, allow_all_desc
 from omnireduce.support.addresses import (
     BACKLOG,
     Address,
+    address_from_this_host,
     listen,
+    listen_error_text,
     parse_address,
     parse_listen,
-    seen_from_here,
-    why_cannot_listen,
 )
 from omnireduce.support.config import Config
-from omnireduce.support.logs import start_logs, tagged, tell_left_out
+from omnireduce.support.logs import report_left_out, start_logs, tagged
 
 log = logging.getLogger("omnireduce.aggregator")
 CONNECTIONS = 128  # silent connections at once, and as many others
@@ -83,7 +83,10 @@ class Monitor:
         purpose: str = MONITOR,
     ) -> None:
         self.access, self._purpose = access, purpose
-        self._names, self._addresses = names, [str(seen_from_here(parse_address(address))) for address in addresses]
+        self._names, self._addresses = (
+            names,
+            [str(address_from_this_host(parse_address(address))) for address in addresses],
+        )
         self._config, self._heartbeats = config, heartbeats
         self._waiting_requests = threading.Semaphore(AT_ONCE)
         self._lock = threading.Lock()
@@ -213,7 +216,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                     key.data()
                 self._close_overdue(time.monotonic())
                 self._resume(time.monotonic())
-                tell_left_out()
+                report_left_out()
 
     def _wait_s(self) -> float:
         with self._lock:
@@ -312,7 +315,7 @@ def open_http(address: str) -> tuple[socket.socket, str]:
         listener = listen(*listen_address, BACKLOG)
     except OSError as error:
         raise TransportError(
-            f"metrics.listen: cannot listen on {listen_address}: {why_cannot_listen(error, listen_address)}"
+            f"metrics.listen: cannot listen on {listen_address}: {listen_error_text(error, listen_address)}"
         ) from error
     return listener, str(Address(listen_address.host, listener.getsockname()[1]))
 

@@ -27,9 +27,9 @@ from omnireduce.runtime.shard.relay_admission import Upstream
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.runtime.tracing.trace import trace_folder, with_folder
-from omnireduce.support.addresses import Address, is_wildcard, why_cannot_listen
+from omnireduce.support.addresses import Address, is_wildcard, listen_error_text
 from omnireduce.support.config import Aggregator, Config
-from omnireduce.support.logs import start_logs, tagged, tell_left_out
+from omnireduce.support.logs import report_left_out, start_logs, tagged
 from omnireduce.transport.base import Link
 from omnireduce.transport.kinds import (
     NETWORK,
@@ -82,7 +82,7 @@ def open_listeners(host: str, port: int, kind: str, monitor: str = "") -> Listen
         except TransportError as error:
             raise TransportError(f"aggregator.listen: cannot listen on {address}: {error}") from None
         except OSError as error:
-            reason = why_cannot_listen(error, address)
+            reason = listen_error_text(error, address)
             raise TransportError(f"aggregator.listen: cannot listen on {address}: {reason}") from error
         undo.pop_all()
     name = socket.gethostname() if is_wildcard(host) else host
@@ -182,7 +182,7 @@ def run_shard(listeners: Listeners, config: Config, access: Access, heartbeat: H
     def after_turn() -> None:
         heartbeat.beat()
         supervisor.report_jobs()
-        tell_left_out()
+        report_left_out()
 
     reload_on_hangup(reload)
     server.serve(after_turn, check_interval_s(config.aggregator.watchdog_s))

@@ -22,6 +22,7 @@ from omnireduce.support import addresses
 from omnireduce.support.addresses import (
     ANYWHERE,
     Address,
+    address_from_this_host,
     addresses_of_interface,
     connect,
     host_of,
@@ -30,11 +31,10 @@ from omnireduce.support.addresses import (
     is_wildcard,
     listen,
     look_up,
-    normal,
+    normalize_address,
     own_addresses,
     parse_address,
     parse_listen,
-    seen_from_here,
 )
 
 HAS_IPV6 = Path("/proc/net/if_inet6").exists() and bool(Path("/proc/net/if_inet6").read_text())
@@ -118,8 +118,12 @@ def test_where_a_program_listens_a_port_alone_is_every_address() -> None:
 
 
 def test_one_address_may_be_written_in_several_ways() -> None:
-    assert normal(Address("FD00:0:0::0001", 1)) == normal(Address("fd00::1", 1)) != normal(Address("fd00::1", 2))
-    assert normal(Address("Node1", 1)) == normal(Address("node1", 1))
+    assert (
+        normalize_address(Address("FD00:0:0::0001", 1))
+        == normalize_address(Address("fd00::1", 1))
+        != normalize_address(Address("fd00::1", 2))
+    )
+    assert normalize_address(Address("Node1", 1)) == normalize_address(Address("node1", 1))
 
 
 @pytest.mark.parametrize(
@@ -136,9 +140,9 @@ def test_some_hosts_are_this_one_or_all(host: str, loopback: bool, wildcard: boo
 
 
 def test_what_listens_everywhere_is_reached_on_loopback() -> None:
-    assert seen_from_here(Address("0.0.0.0", 1)) == ("127.0.0.1", 1)
-    assert seen_from_here(Address("::", 1)) == ("localhost", 1)
-    assert seen_from_here(Address("node1", 1)) == ("node1", 1)
+    assert address_from_this_host(Address("0.0.0.0", 1)) == ("127.0.0.1", 1)
+    assert address_from_this_host(Address("::", 1)) == ("localhost", 1)
+    assert address_from_this_host(Address("node1", 1)) == ("node1", 1)
 
 
 def test_an_address_of_the_system_is_shown_as_users_write_it() -> None:
@@ -183,7 +187,7 @@ def test_the_addresses_of_a_name_are_tried_in_turn() -> None:
 @pytest.mark.integration
 @needs_ipv6
 def test_the_address_that_answered_last_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "_answered", {})
+    monkeypatch.setattr(addresses, "_last_answers", {})
     with listen("::1", 0, 4) as listener:
         port = listener.getsockname()[1]
         connect("localhost", port, WAIT_S).close()

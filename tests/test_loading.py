@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omnireduce import UsageError
-from omnireduce.support.loading import load_named, look_in_this_folder
+from omnireduce.support.loading import add_current_folder_to_path, load_named
 
 
 def test_it_is_found_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,7 +21,7 @@ def test_it_is_found_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ):
         load_named("mine_to_load:found", "this", "that")
     for _ in range(2):
-        look_in_this_folder()
+        add_current_folder_to_path()
     assert sys.path.count(str(tmp_path)) == 1
     assert load_named("mine_to_load:found", "this", "that")() == 3
     del sys.modules["mine_to_load"]

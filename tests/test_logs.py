@@ -19,18 +19,18 @@ from omnireduce.errors import UsageError
 from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import Log, load_config
 from omnireduce.support.logs import (
-    A_SECOND,
-    LINE,
-    OF_ONE,
-    OWN,
+    BYTES_PER_MINUTE_OF_EVENT,
+    LINES_PER_SECOND,
+    MAX_LINE_BYTES,
+    UNLIMITED_EVENTS,
     BoundLog,
     JsonLines,
     LimitedHandler,
     TextLines,
+    report_left_out,
     show_debug_lines,
     start_logs,
     tagged,
-    tell_left_out,
 )
 
 log = logging.getLogger("omnireduce.test_logs")
@@ -190,7 +190,7 @@ class Flood:
         self.bytes += len(text.encode())
         self.stream.seek(0)
         self.stream.truncate()
-        assert all(len(line.encode()) < LINE for line in text.splitlines())
+        assert all(len(line.encode()) < MAX_LINE_BYTES for line in text.splitlines())
         return [json.loads(line) for line in text.splitlines()]
 
 
@@ -198,12 +198,12 @@ class Flood:
 def test_of_every_event_there_are_a_few_lines_a_second(event: str) -> None:
     """The next line of a later second says what was left out, whatever that line is about."""
     flood = Flood()
-    assert len([each for i in range(50) for each in flood.log(7.0 + i / 100, event)]) == A_SECOND
+    assert len([each for i in range(50) for each in flood.log(7.0 + i / 100, event)]) == LINES_PER_SECOND
     [other] = flood.log(7.5, "no_verbs")
     assert other["event"] == "no_verbs"
     summary, line = flood.log(9.0, "no_verbs")
-    assert (summary["event"], summary["level"], summary["events"][event]) == ("left_out", "warning", 50 - A_SECOND)
-    assert summary["message"] == f"{50 - A_SECOND} lines were too many for the log"
+    assert (summary["event"], summary["level"], summary["events"][event]) == ("left_out", "warning", 50 - LINES_PER_SECOND)
+    assert summary["message"] == f"{50 - LINES_PER_SECOND} lines were too many for the log"
     assert line["event"] == "no_verbs"
     assert len(flood.log(9.1, event)) == 1
     assert len(flood.log(5.0, event)) == 1  # a clock that is set back
@@ -211,28 +211,28 @@ def test_of_every_event_there_are_a_few_lines_a_second(event: str) -> None:
 
 def test_what_was_left_out_is_told_without_a_further_line() -> None:
     flood = Flood()
-    for _ in range(A_SECOND + 3):
+    for _ in range(LINES_PER_SECOND + 3):
         flood.log(7.0, "refused")
-    flood.handler.tell_left_out(7.9)
+    flood.handler.report_left_out(7.9)
     assert flood.written() == []
-    flood.handler.tell_left_out(8.0)
+    flood.handler.report_left_out(8.0)
     [summary] = flood.written()
     assert summary["events"] == {"refused": 3}
-    flood.handler.tell_left_out(9.0)
+    flood.handler.report_left_out(9.0)
     assert flood.written() == []
 
 
 @pytest.mark.parametrize("text", ["x", "y" * 500, "z" * 100_000, "\u0007" * 3000])
 def test_a_flood_of_anything_has_a_bound(text: str) -> None:
     """All events of the product at once, for two minutes; what no peer can cause comes through all the while."""
-    flood, events, ready = Flood(), sorted(all_events() - OWN), 0
+    flood, events, ready = Flood(), sorted(all_events() - UNLIMITED_EVENTS), 0
     for second in range(600, 720):
         for event in events:
-            for _ in range(A_SECOND + 1):
+            for _ in range(LINES_PER_SECOND + 1):
                 flood.log(second, event, text)
         ready += sum(each["event"] == "ready" for each in flood.log(second, "ready"))
     assert ready == 120
-    assert 2 * OF_ONE < flood.bytes < 1_000_000
+    assert 2 * BYTES_PER_MINUTE_OF_EVENT < flood.bytes < 1_000_000
     assert flood.log(720.0, "refused")[-1]["event"] == "refused"
 
 
@@ -243,16 +243,16 @@ def test_the_processes_of_a_daemon_share_a_bound(shards: int, metrics: str) -> N
     settings = [f"aggregator.shards={shards}", f"metrics.listen={metrics}"]
     count = process_count(load_config(overrides=settings, environ={}))
     assert count == shards + 1 + bool(metrics)
-    flood, events, left_out, lines = Flood(count), sorted(all_events() - OWN - {"left_out"}), 0, 0
+    flood, events, left_out, lines = Flood(count), sorted(all_events() - UNLIMITED_EVENTS - {"left_out"}), 0, 0
     for second in range(600, 661):
         for event in events:
-            for _ in range(A_SECOND + 1):
+            for _ in range(LINES_PER_SECOND + 1):
                 results = flood.log(second, event, "y" * 500)
                 left_out += sum(sum(result["events"].values()) for result in results if result["event"] == "left_out")
                 lines += sum(result["event"] != "left_out" for result in results)
         if second == 659:
-            assert 2 * LINE < flood.bytes < 1_000_000 / count
-    assert left_out + lines > 60 * len(events) * (A_SECOND + 1)
+            assert 2 * MAX_LINE_BYTES < flood.bytes < 1_000_000 / count
+    assert left_out + lines > 60 * len(events) * (LINES_PER_SECOND + 1)
 
 
 def test_a_long_traceback_keeps_its_ends() -> None:
@@ -283,8 +283,8 @@ def test_a_flood_on_standard_error(lines: Callable[[], list[str]]) -> None:
     assert sum(report["event"] == "ready" for report in reports) == 20
     seconds = {report["time"][:19] for report in reports}
     for event in ("refused", "hello"):
-        assert 0 < sum(report["event"] == event for report in reports) <= A_SECOND * len(seconds) < 1000
-    tell_left_out()
+        assert 0 < sum(report["event"] == event for report in reports) <= LINES_PER_SECOND * len(seconds) < 1000
+    report_left_out()
 
 
 def all_events() -> set[str]:
@@ -301,7 +301,7 @@ def test_every_event_is_in_the_documentation() -> None:
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1] if row else "")}
     assert {"refused", "job_started", "metrics_request"} <= events
     assert events <= documented
-    assert events >= OWN
+    assert events >= UNLIMITED_EVENTS
 
 
 def test_standard_error_is_the_place() -> None:

@@ -39,7 +39,7 @@ def test_the_interval_runs_on_across_parts_of_the_work() -> None:
 
 
 def test_lines_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    PlainProgress(0.0).at("bench: round 7 of 20", EVERY_S)
+    PlainProgress(0.0).write_if_due("bench: round 7 of 20", EVERY_S)
     assert capsys.readouterr() == ("", "bench: round 7 of 20\n")
 
 

@@ -19,7 +19,7 @@ from local_cluster import ROOT
 from omnireduce.errors import ConfigError
 from omnireduce.support.config import Config, Security, dump_config, load_config, override_config
 from omnireduce.support.config.schema import SECRET_VARIABLE
-from omnireduce.support.secret import MAX_BYTES, MIN_BYTES, MOST_LINES, Secret, load_secret, load_secrets
+from omnireduce.support.secret import MAX_BYTES, MAX_LINES, MIN_BYTES, Secret, load_secret, load_secrets
 from omnireduce.worker.cli import main
 
 TEXT = "correct horse battery staple"
@@ -176,7 +176,7 @@ def test_a_secret_of_an_unsuitable_length_is_refused(tmp_path: Path, content: by
 
 
 def test_of_several_lines_a_worker_proves_the_first_and_an_aggregator_admits_all(tmp_path: Path) -> None:
-    lines = [f"secret number {number} of four" for number in range(MOST_LINES)]
+    lines = [f"secret number {number} of four" for number in range(MAX_LINES)]
     security = Security(secret_file=write(tmp_path, f"\n  {lines[0]}\r\n\n{lines[1]}\n{lines[2]}\n{lines[3]}".encode()))
     assert load_secret(security, {}) == Secret(lines[0].encode())
     assert load_secrets(security, {}) == [Secret(line.encode()) for line in lines]
@@ -184,7 +184,7 @@ def test_of_several_lines_a_worker_proves_the_first_and_an_aggregator_admits_all
 
 
 def test_lines_that_are_too_many_or_too_short_are_refused(tmp_path: Path) -> None:
-    name = write(tmp_path, f"{TEXT}\n".encode() * (MOST_LINES + 1))
+    name = write(tmp_path, f"{TEXT}\n".encode() * (MAX_LINES + 1))
     assert refusal(Security(secret_file=name)) == f"{name}: got 5 lines or more, expected 1 to 4, each a secret"
     name = write(tmp_path, f"{TEXT}\nshort\n".encode())
     expected = f"{name}: got a secret of 5 bytes on one of its lines, expected 16 to 4096, made for example by"

@@ -9,8 +9,8 @@ import pytest
 from omnireduce.errors import ConfigError
 from omnireduce.support.config import Security
 from omnireduce.support.config.schema import SECRET_VARIABLE, TeamLimits
-from omnireduce.support.secret import MOST_LINES, Secret
-from omnireduce.support.teams import MOST_TEAMS, TERMS_BYTES, Teams, load_teams
+from omnireduce.support.secret import MAX_LINES, Secret
+from omnireduce.support.teams import MAX_TEAMS, TERMS_BYTES, Teams, load_teams
 
 TEXT = "correct horse battery staple"
 NONCES = bytes(32), bytes(range(32))
@@ -82,22 +82,22 @@ def test_the_aggregators_own_secret_is_beside_them(folder: Path) -> None:
 
 
 def test_every_team_has_as_many_secrets_whether_there_is_one_or_not(folder: Path) -> None:
-    for lines in range(1, MOST_LINES + 1):
+    for lines in range(1, MAX_LINES + 1):
         write(folder, f"team{lines}", "".join(f"secret {number} of team {lines}\n" for number in range(lines)))
     teams = load(folder)
-    names = ["", "none", *(f"team{lines}" for lines in range(1, MOST_LINES + 1))]
-    assert {len(teams.of(name).secrets) for name in names} == {MOST_LINES}
+    names = ["", "none", *(f"team{lines}" for lines in range(1, MAX_LINES + 1))]
+    assert {len(teams.of(name).secrets) for name in names} == {MAX_LINES}
 
 
-@pytest.mark.parametrize("index", [0, MOST_LINES - 1, None])
+@pytest.mark.parametrize("index", [0, MAX_LINES - 1, None])
 def test_all_secrets_are_tried_whichever_it_is(monkeypatch: pytest.MonkeyPatch, index: int | None) -> None:
     """The time tells nothing about it."""
-    known = [Secret(f"secret number {number}".encode(), "x") for number in range(MOST_LINES)]
+    known = [Secret(f"secret number {number}".encode(), "x") for number in range(MAX_LINES)]
     proof = bytes(32) if index is None else known[index].proof("worker", *NONCES)
     tried, proves = [], Secret.proves
     monkeypatch.setattr(Secret, "proves", lambda *given: tried.append(given[0]) or proves(*given))
     result = Teams({"x": known}).of("x").proved(proof, *NONCES)
-    assert (result, len(tried)) == (None if index is None else known[index], MOST_LINES)
+    assert (result, len(tried)) == (None if index is None else known[index], MAX_LINES)
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_there_are_no_more_than_so_many(folder: Path) -> None:
-    for number in range(MOST_TEAMS):
+    for number in range(MAX_TEAMS):
         write(folder, f"team{number}", f"the secret of team {number}")
-    assert len(load(folder)) == MOST_TEAMS
+    assert len(load(folder)) == MAX_TEAMS
     write(folder, "more", "the secret of one more team")
-    assert f"files or more, expected at most {MOST_TEAMS} teams" in refused(folder)
+    assert f"files or more, expected at most {MAX_TEAMS} teams" in refused(folder)

@@ -17,7 +17,7 @@ from omnireduce.compression.grace.params import class_named
 from omnireduce.compression.grace.trial import SelectorCompressor, try_compressor
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
-from omnireduce.support.loading import look_in_this_folder
+from omnireduce.support.loading import add_current_folder_to_path
 
 
 def report_trial(name: str, settings: Sequence[str]) -> bool:
@@ -46,7 +46,7 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
 
 def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
     """A function that makes the compressor. Raises UsageError for what cannot be loaded or made."""
-    look_in_this_folder()
+    add_current_folder_to_path()
     named_class = class_named(name, Compressor, Selector)
 
     def make() -> Compressor:

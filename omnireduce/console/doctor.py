@@ -337,7 +337,7 @@ def _warm_up_kernels(console: Console) -> float:
             if console.is_terminal:
                 status.update(progress_text(done_s, total_s))
             else:
-                plain.at(progress_text(done_s, total_s), time.monotonic())
+                plain.write_if_due(progress_text(done_s, total_s), time.monotonic())
 
         warm_up_all(report)
     return time.monotonic() - started

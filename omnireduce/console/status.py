@@ -16,7 +16,7 @@ from omnireduce.core.status_messages import Status, Traffic
 from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import RefusedError
 from omnireduce.runtime.aggregator_client import ask_all
-from omnireduce.support.addresses import Address, parse_listen, seen_from_here
+from omnireduce.support.addresses import Address, address_from_this_host, parse_listen
 from omnireduce.support.config import Config, override_config
 from omnireduce.support.job_summary import Answers, JobSummary, summarize_jobs, waits_for
 from omnireduce.support.printing import density_text, duration, short_count
@@ -160,7 +160,7 @@ def default_addresses(config: Config) -> Sequence[str]:
     here."""
     if config.cluster.aggregators:
         return config.cluster.aggregators
-    host, port = seen_from_here(parse_listen(config.aggregator.listen))
+    host, port = address_from_this_host(parse_listen(config.aggregator.listen))
     return [str(Address(host, port + shard)) for shard in range(config.aggregator.shards)]
 
 

@@ -26,7 +26,7 @@ def library() -> Any:
     need(
         "needle",
         "omnireduce.needle",
-        how="put its folder `python` on PYTHONPATH; see docs/frameworks.md",
+        install_advice="put its folder `python` on PYTHONPATH; see docs/frameworks.md",
     )
     import needle
 

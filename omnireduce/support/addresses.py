@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omnireduce.errors import ConfigError, show
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 
 ANYWHERE = "::"  # to listen at every address of this host, of both families
 BACKLOG = 4096  # connections that may wait to be accepted; the system cuts it to net.core.somaxconn
 LOOPBACKS = ("127.0.0.1", "::1")
 LOCAL_NAMES = ("localhost", "localhost.localdomain", "localhost4", "localhost6", "ip6-localhost", "ip6-loopback")
-MOST_TRIED = 16  # the most addresses of a name that are tried
-MOST_REMEMBERED = 1024  # the most names that are remembered
+MAX_TRIED_ADDRESSES = 16  # the most addresses of a name that are tried
+MAX_REMEMBERED_NAMES = 1024  # the most names that are remembered
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")  # addresses for documentation (RFC 5737, RFC 3849): they stand for any host
 _LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
 _HOST_NAME = re.compile(rf"(?=.{{1,254}}\Z){_LABEL}(\.{_LABEL})*\.?\Z")  # RFC 1123, and underscores
@@ -36,7 +36,7 @@ _PORT = re.compile(r"[0-9]{1,5}\Z")
 _SCOPE = re.compile(r"[A-Za-z0-9_.~-]{1,15}\Z")  # the name of an interface, which has no more characters, or its number
 _SIOCGIFADDR = 0x8915
 _FIRST_FREE_PORT = Path("/proc/sys/net/ipv4/ip_unprivileged_port_start")
-_answered: dict[str, str] = {}  # by name, the address that answered when another address had not
+_last_answers: dict[str, str] = {}  # by name, the address that answered when another address had not
 _INET6 = Path("/proc/net/if_inet6")  # address, interface number, length of the prefix, scope, flags, name
 
 
@@ -86,7 +86,7 @@ def parse_listen(text: str) -> Address:
     return parse_address(f"[{ANYWHERE}]{text}" if text.startswith(":") and _is_port(text[1:]) else text)
 
 
-def seen_from_here(address: Address) -> Address:
+def address_from_this_host(address: Address) -> Address:
     """The address at which this host itself reaches a program that listens at `address`."""
     if not is_wildcard(address.host):
         return address
@@ -110,7 +110,7 @@ def is_host(host: str) -> bool:
     return _HOST_NAME.match(host) is not None
 
 
-def normal(address: Address) -> Address:
+def normalize_address(address: Address) -> Address:
     """The normal form of an address, the same for all ways to write it."""
     ip = _ip(address.host)
     return Address(address.host.lower() if ip is None else str(ip), address.port)
@@ -181,7 +181,7 @@ def look_up(host: str, port: int = 0) -> list[Target]:
         targets = []
     if not is_numeric(host) and all(is_loopback(target.host) for target in targets):
         targets += _look_up((*LOOPBACKS, *own_addresses()), port)
-    return list(dict.fromkeys(targets))[:MOST_TRIED]
+    return list(dict.fromkeys(targets))[:MAX_TRIED_ADDRESSES]
 
 
 def _look_up(hosts: Sequence[str], port: int) -> list[Target]:
@@ -195,13 +195,13 @@ def _look_up(hosts: Sequence[str], port: int) -> list[Target]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from error
 
 
-def is_own(target: Target) -> bool:
+def is_own_target(target: Target) -> bool:
     """Whether this is an address of this host, that is, of this network namespace."""
     try:
         with socket.socket(target.family, socket.SOCK_DGRAM) as probe:
             probe.bind((target.address[0], 0, *target.address[2:]))
     except OSError as error:
-        if from_a_handler(error):
+        if raised_by_signal_handler(error):
             raise
         return False
     return True
@@ -209,33 +209,33 @@ def is_own(target: Target) -> bool:
 
 def is_own_address(host: str) -> bool:
     """Whether `host` is an address, not a name, of this host, at which other hosts could reach it."""
-    return _ip(host) is not None and not is_loopback(host) and any(map(is_own, look_up(host)))
+    return _ip(host) is not None and not is_loopback(host) and any(map(is_own_target, look_up(host)))
 
 
 def loopback() -> str:
     """The loopback address of this host: 127.0.0.1, or ::1 without IPv4."""
-    own = [target.host for target in look_up("localhost") if is_own(target)]
-    return own[0] if own else LOOPBACKS[0]
+    own_hosts = [target.host for target in look_up("localhost") if is_own_target(target)]
+    return own_hosts[0] if own_hosts else LOOPBACKS[0]
 
 
-def where_to_listen(host: str, port: int = 0) -> Target:
+def listening_target(host: str, port: int = 0) -> Target:
     """The first address of `host` that belongs to this host. ANYWHERE stands for all addresses of both families, or of
     IPv4 alone if the system has no IPv6. Raises OSError."""
-    is_every = is_wildcard(host) and ":" in host
-    targets = look_up("0.0.0.0" if is_every and not socket.has_dualstack_ipv6() else host, port)
-    return next(filter(is_own, targets), targets[0])
+    is_all = is_wildcard(host) and ":" in host
+    targets = look_up("0.0.0.0" if is_all and not socket.has_dualstack_ipv6() else host, port)
+    return next(filter(is_own_target, targets), targets[0])
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
     """Listen by TCP at the address of `where_to_listen` (port 0: any free port), non-blocking. Raises OSError."""
-    target = where_to_listen(host, port)
-    both = target.family == socket.AF_INET6 and is_wildcard(target.host)
-    listener = socket.create_server(target.address, family=target.family, backlog=backlog, dualstack_ipv6=both)
+    target = listening_target(host, port)
+    is_dual_stack = target.family == socket.AF_INET6 and is_wildcard(target.host)
+    listener = socket.create_server(target.address, family=target.family, backlog=backlog, dualstack_ipv6=is_dual_stack)
     listener.setblocking(False)
     return listener
 
 
-def why_cannot_listen(error: OSError, address: Address) -> str:
+def listen_error_text(error: OSError, address: Address) -> str:
     """A text that says why `listen` at `address` has raised this error, and what to do."""
     if isinstance(error, socket.gaierror):
         return f"no host called {address.host} is known here; give the name or an address of this host"
@@ -257,29 +257,31 @@ def _first_free_port() -> int:
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Connect by TCP to the first address of `host` that answers. The address that answered last is tried first. Each
     address gets an equal share of the remaining time. Raises OSError, with the reason for each address."""
-    deadline, failed = time.monotonic() + timeout_s, list[tuple[Target, OSError]]()
-    targets = sorted(look_up(host, port), key=lambda target: target.host != _answered.get(host))
+    deadline, failures = time.monotonic() + timeout_s, list[tuple[Target, OSError]]()
+    targets = sorted(look_up(host, port), key=lambda target: target.host != _last_answers.get(host))
     for number, target in enumerate(targets):
         share_s = (deadline - time.monotonic()) / (len(targets) - number)
         try:
-            connection = _connected(target, max(0.001, share_s))
+            connection = _connect_to(target, max(0.001, share_s))
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
-            failed.append((target, error))
+            failures.append((target, error))
         else:
-            if failed and len(_answered) < MOST_REMEMBERED:
-                _answered[host] = target.host
+            if failures and len(_last_answers) < MAX_REMEMBERED_NAMES:
+                _last_answers[host] = target.host
             return connection
-    if len(failed) == 1:
-        raise failed[0][1]
+    if len(failures) == 1:
+        raise failures[0][1]
     reasons = dict[str, list[str]]()
-    for target, why in failed:
-        reasons.setdefault(why.strerror or str(why), []).append(target.host)
-    raise OSError(failed[0][1].errno, "; ".join(f"{reason} ({', '.join(at)})" for reason, at in reasons.items()))
+    for target, reason in failures:
+        reasons.setdefault(reason.strerror or str(reason), []).append(target.host)
+    raise OSError(
+        failures[0][1].errno, "; ".join(f"{reason} ({', '.join(hosts)})" for reason, hosts in reasons.items())
+    )
 
 
-def _connected(target: Target, timeout_s: float) -> socket.socket:
+def _connect_to(target: Target, timeout_s: float) -> socket.socket:
     sock = socket.socket(target.family, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
@@ -300,14 +302,14 @@ def source_towards(host: str) -> str:
     try:
         targets = look_up(host, 9)
     except OSError as error:
-        if from_a_handler(error):
+        if raised_by_signal_handler(error):
             raise
         return ""
     for target in targets:
         with suppress(OSError), socket.socket(target.family, socket.SOCK_DGRAM) as probe:
             probe.connect(target.address)
             sources.append(host_of(probe.getsockname()))
-    return min(sources, key=_is_of_one_link, default="")
+    return min(sources, key=_is_link_local, default="")
 
 
 def reachable_address(peers: Sequence[str] = ()) -> str:
@@ -321,13 +323,13 @@ def reachable_address(peers: Sequence[str] = ()) -> str:
 def own_addresses() -> list[str]:
     """The addresses of this host at which other hosts may reach it, link-local addresses last."""
     hosts = [host for _, name in socket.if_nameindex() for host in addresses_of_interface(name)]
-    return sorted((host for host in hosts if not is_loopback(host)), key=_is_of_one_link)
+    return sorted((host for host in hosts if not is_loopback(host)), key=_is_link_local)
 
 
 def addresses_of_interface(name: str) -> list[str]:
     """The IPv4 address of an interface, and its IPv6 addresses, link-local addresses last. Raises OSError if there is
     no such interface."""
-    if name not in (known for _, known in socket.if_nameindex()):
+    if name not in (existing for _, existing in socket.if_nameindex()):
         raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
     hosts = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -335,11 +337,11 @@ def addresses_of_interface(name: str) -> list[str]:
         hosts.append(socket.inet_ntoa(answer[20:24]))
     with suppress(OSError):  # a system without IPv6
         lines = [line.split() for line in _INET6.read_text().splitlines()]
-        own = [ipaddress.IPv6Address(bytes.fromhex(line[0])) for line in lines if line[5] == name]
-        hosts += sorted((f"{ip}%{name}" if ip.is_link_local else str(ip) for ip in own), key=_is_of_one_link)
+        ips = [ipaddress.IPv6Address(bytes.fromhex(line[0])) for line in lines if line[5] == name]
+        hosts += sorted((f"{ip}%{name}" if ip.is_link_local else str(ip) for ip in ips), key=_is_link_local)
     return hosts
 
 
-def _is_of_one_link(host: str) -> bool:
+def _is_link_local(host: str) -> bool:
     ip = _ip(host)
     return ip is not None and ip.is_link_local

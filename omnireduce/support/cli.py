@@ -32,10 +32,10 @@ from omnireduce.errors import ConfigError, OmniReduceError, UsageError
 from omnireduce.support.logs import logs_are_json, tagged
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class _Lossy(io.FileIO):
+class _LossyFile(io.FileIO):
     """A file that drops text that cannot be written, instead of raising or keeping it."""
 
     def write(self, data: Any, /) -> int:
@@ -52,7 +52,7 @@ def lose_unwritable_logs() -> None:
     """
     plain = sys.__stderr__
     if plain is not None and sys.stderr is plain:  # otherwise it was replaced, by a test for example
-        buffer = io.BufferedWriter(_Lossy(plain.fileno(), "w", closefd=False))
+        buffer = io.BufferedWriter(_LossyFile(plain.fileno(), "w", closefd=False))
         sys.stderr = io.TextIOWrapper(buffer, plain.encoding, "backslashreplace", line_buffering=True)
 
 
@@ -87,13 +87,13 @@ class NumberRange(click.FloatRange):
         return number
 
 
-def whole_numbers(text: str, least: int, most: int) -> list[int]:
-    """The whole numbers in a text such as `1,4,8`, each from `least` to `most`; empty for any other text."""
+def whole_numbers(text: str, smallest: int, largest: int) -> list[int]:
+    """The whole numbers in a text such as `1,4,8`, each from `smallest` to `largest`; empty for any other text."""
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:  # no number, or a number of thousands of digits
         return []
-    return numbers if all(least <= number <= most for number in numbers) else []
+    return numbers if all(smallest <= number <= largest for number in numbers) else []
 
 
 json_option = click.option("--json", "json_path", metavar="FILE", help="Also write the results to FILE, as JSON.")
@@ -106,15 +106,15 @@ def reporting_errors() -> Iterator[None]:
         yield
     except OmniReduceError as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        _complain(message)
+        _report_error(message)
         sys.exit(2 if isinstance(error, ConfigError | UsageError) else 1)
     except MemoryError as error:
-        _complain(f"too little memory: {error}".rstrip(": "))
+        _report_error(f"too little memory: {error}".rstrip(": "))
         sys.exit(1)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in _DISK_FULL:
             raise
-        _complain(f"cannot write the results: {error.strerror}")
+        _report_error(f"cannot write the results: {error.strerror}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # otherwise Python would fail to write the rest at exit
         sys.exit(1)
     except KeyboardInterrupt:
@@ -122,7 +122,7 @@ def reporting_errors() -> Iterator[None]:
         sys.exit(130)
 
 
-def _complain(message: str) -> None:
+def _report_error(message: str) -> None:
     if logs_are_json():
         logging.getLogger("omnireduce").critical(message, extra=tagged("failed"))
     else:

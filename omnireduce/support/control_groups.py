@@ -27,26 +27,26 @@ def control_groups(controller: str, proc: Path = PROC) -> Iterator[Path]:
             paths |= dict.fromkeys(["unified"] if number == "0" else names.split(","), path)
         for line in (proc / "self/mountinfo").read_text().splitlines():
             left, _, right = line.partition(" - ")
-            root, place = map(_unescaped, left.split()[3:5])
+            root, mount_point = map(_unescape, left.split()[3:5])
             kind, _, options = right.split(maxsplit=2)
             name = {"cgroup2": "unified", "cgroup": controller}.get(kind, "")
             if name in paths and (kind == "cgroup2" or controller in options.split(",")):
-                yield from _up(Path(place), paths[name], root)
+                yield from _folder_and_parents(Path(mount_point), paths[name], root)
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """A path of mountinfo, in which blanks are written as numbers."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
-def _up(place: Path, path: str, root: str) -> Iterator[Path]:
-    """Yield the folder of group `path`, and the folders above it, if group `root` is mounted at `place`. A container
-    mounts only a part of the tree, which may not have the group."""
-    folder = place / os.path.relpath(path, root)
+def _folder_and_parents(mount_point: Path, path: str, root: str) -> Iterator[Path]:
+    """Yield the folder of group `path`, and the folders above it, if group `root` is mounted at `mount_point`. A
+    container mounts only a part of the tree, which may not have the group."""
+    folder = mount_point / os.path.relpath(path, root)
     if ".." in (*Path(path).parts, *folder.parts) or not folder.is_dir():
-        folder = place
+        folder = mount_point
     yield folder
-    while folder != place:
+    while folder != mount_point:
         folder = folder.parent
         yield folder
 
@@ -57,16 +57,16 @@ class OutOfMemory:
 
     def __init__(self, proc: Path = PROC) -> None:
         self._proc = proc
-        self._seen = self._count()
+        self._last_counts = self._count()
 
     def news(self) -> str:
         """A text about processes that were ended meanwhile; empty: none."""
-        before, self._seen = self._seen, self._count()
-        in_group, on_host = (now > then for now, then in zip(self._seen, before, strict=True))
+        counts_before, self._last_counts = self._last_counts, self._count()
+        in_group, on_host = (now > then for now, then in zip(self._last_counts, counts_before, strict=True))
         if in_group:
             limit = memory_limit(self._proc)
-            of = "" if limit is None else f" of {limit / 2**20:.0f} MiB"
-            return f"the system ended a process because the memory limit{of} of its control group was reached"
+            limit_text = "" if limit is None else f" of {limit / 2**20:.0f} MiB"
+            return f"the system ended a process because the memory limit{limit_text} of its control group was reached"
         return "the system ended a process because this host had no memory left" if on_host else ""
 
     def _count(self) -> tuple[int, int]:

@@ -19,16 +19,16 @@ _PACKAGES = {"yaml": "pyyaml"}  # by module, the packages with another name
 def install(module: str, extra: str = "") -> str:
     """The command that installs `module`, and the other packages of `extra`, into this environment."""
     try:
-        listed = [_EXTRA.match(requirement) for requirement in requires("omnireduce") or ()]
+        matches = [_EXTRA.match(requirement) for requirement in requires("omnireduce") or ()]
     except PackageNotFoundError:
-        listed = []
-    packages = [match["package"].strip() for match in listed if match is not None and match["extra"] == extra]
+        matches = []
+    packages = [match["package"].strip() for match in matches if match is not None and match["extra"] == extra]
     return f"pip install {shlex.join(packages or [_PACKAGES.get(module, module)])}"
 
 
-def need(module: str, what: str, extra: str = "", *, how: str = "") -> None:
-    """Raise ModuleNotFoundError unless `module` is installed here. The error says that `what` needs it, and how to get
-    it: by `how`, or by the command of `install`."""
+def need(module: str, feature: str, extra: str = "", *, install_advice: str = "") -> None:
+    """Raise ModuleNotFoundError unless `module` is installed here. The error says that `feature` needs it, and how to
+    get it: by `install_advice`, or by the command of `install`."""
     if sys.modules.get(module) is None and (module in sys.modules or find_spec(module) is None):
-        advice = how or install(module, extra)
-        raise ModuleNotFoundError(f"{what} needs {module}, which is not installed here: {advice}", name=module)
+        advice = install_advice or install(module, extra)
+        raise ModuleNotFoundError(f"{feature} needs {module}, which is not installed here: {advice}", name=module)

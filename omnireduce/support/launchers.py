@@ -22,7 +22,7 @@ from omnireduce.support.files.paths import read_text
 
 Environ = Mapping[str, str]
 TASKS_PER_NODE = "SLURM_STEP_TASKS_PER_NODE"  # "2(x3),1": two tasks on each of three nodes, one on the next
-MEETS = "MASTER_ADDR", "MASTER_PORT"  # the address where PyTorch's ranks meet
+MASTER_VARIABLES = "MASTER_ADDR", "MASTER_PORT"  # the address where PyTorch's ranks meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Variables:
     one_per_host: bool = False
 
 
-OWN = Variables(  # omnireduce/launch/rank_variables.py sets them
+OMNIREDUCE_RUN = Variables(  # omnireduce/launch/rank_variables.py sets them
     launcher="omnireduce run",
     rank="OMNIRUN_RANK",
     size=("OMNIRUN_SIZE",),
@@ -64,7 +64,7 @@ TORCHRUN = Variables(
     local_rank=("LOCAL_RANK",),
     local_size=("LOCAL_WORLD_SIZE",),
     job=(("TORCHELASTIC_RUN_ID",),),
-    meets=MEETS,
+    meets=MASTER_VARIABLES,
 )
 LAUNCHERS = (  # the innermost first
     Variables(
@@ -98,7 +98,7 @@ LAUNCHERS = (  # the innermost first
         local_size=("JSM_NAMESPACE_LOCAL_SIZE",),
         job=(("LSB_JOBID", "PMIX_NAMESPACE"),),
     ),
-    OWN,
+    OMNIREDUCE_RUN,
     TORCHRUN,
     Variables(
         launcher="horovodrun",
@@ -156,8 +156,8 @@ LAUNCHERS = (  # the innermost first
         one_per_host=True,
     ),
 )
-BEHIND_ID = {"AWS_BATCH_JOB_ID": "#"}  # the number of the node follows this character
-_KEPT = {"SLURM_JOB_ID", "LSB_JOBID"}  # they name the allocation; srun and jsrun in a rank need them
+ID_SEPARATORS = {"AWS_BATCH_JOB_ID": "#"}  # the number of the node follows this character
+_ALLOCATION_VARIABLES = {"SLURM_JOB_ID", "LSB_JOBID"}  # they name the allocation; srun and jsrun in a rank need them
 
 
 def variables_of_launchers() -> frozenset[str]:
@@ -174,20 +174,21 @@ def variables_of_launchers() -> frozenset[str]:
                 *launcher.cross_rank,
             )
             all_names |= {*names, *launcher.cross_size, *(name for job in launcher.job for name in job)}
-    return frozenset(all_names - _KEPT)
+    return frozenset(all_names - _ALLOCATION_VARIABLES)
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Variables of `who` that say that there are several processes.
+    """Variables of `source` that say that there are several processes.
 
-    `many`: the least number of processes; 1 for the first of any number, and 0 if they say nothing. `is_certain`: if
-    there are two or more, they are ranks; otherwise a program may run once for all of them. `instead`: how to start
-    ranks there.
+    `least_processes`: the least number of processes; 1 for the first of any number, and 0 if they say nothing.
+    `is_certain`: if there are two or more, they are ranks; otherwise a program may run once for all of them. `instead`:
+    how to start ranks there.
+
     """
 
-    who: str
-    many: Callable[[Environ], int]
+    source: str
+    least_processes: Callable[[Environ], int]
     is_certain: bool
     instead: str
 
@@ -207,44 +208,44 @@ def _index(name: str) -> Callable[[Environ], int]:
     return lambda environ: int(environ[name]) + 1 if re.fullmatch("[0-9]{1,9}", environ.get(name, "")) else 0
 
 
-def _several(count: int) -> int:
+def _if_several(count: int) -> int:
     return count if count > 1 else 0
 
 
 def _hosts_of_lsf(environ: Environ) -> int:
     """The hosts in a variable such as `host1 4 host2 4`."""
-    return _several(len(environ.get("LSB_MCPU_HOSTS", "").split()) // 2)
+    return _if_several(len(environ.get("LSB_MCPU_HOSTS", "").split()) // 2)
 
 
 def _lines_of_pbs(environ: Environ) -> int:
     """The lines of a file with a line for each process that the user has asked for."""
     with suppress(OmniReduceError):
-        return _several(len(read_text(environ["PBS_NODEFILE"]).split())) if environ.get("PBS_NODEFILE") else 0
+        return _if_several(len(read_text(environ["PBS_NODEFILE"]).split())) if environ.get("PBS_NODEFILE") else 0
     return 0
 
 
-def _of_agents(environ: Environ) -> int:
+def _processes_of_torchrun(environ: Environ) -> int:
     """The processes by torchrun's options, given as variables."""
     nodes, per_node = _count("PET_NNODES")(environ), environ.get("PET_NPROC_PER_NODE", "1").strip()
-    return _several(max(1, nodes) * (int(per_node) if re.fullmatch("[0-9]{1,6}", per_node) else 2))  # such as "gpu"
+    return _if_several(max(1, nodes) * (int(per_node) if re.fullmatch("[0-9]{1,6}", per_node) else 2))  # such as "gpu"
 
 
 def _tasks_of_tensorflow(environ: Environ) -> int:
     with suppress(ValueError, LookupError, AttributeError, TypeError, RecursionError):
         cluster = json.loads(environ.get("TF_CONFIG", "{}"))["cluster"]
-        return _several(sum(len(cluster.get(kind, ())) for kind in ("chief", "master", "worker")))
+        return _if_several(sum(len(cluster.get(kind, ())) for kind in ("chief", "master", "worker")))
     return 0
 
 
 def _hosts_of_sagemaker(environ: Environ) -> int:
     with suppress(ValueError, TypeError, RecursionError):
-        return _several(len(json.loads(environ.get("SM_HOSTS", "[]"))))
+        return _if_several(len(json.loads(environ.get("SM_HOSTS", "[]"))))
     return 0
 
 
 _BY_HAND = "set RANK and WORLD_SIZE for each process"
 HINTS = (
-    Hint("torchrun (PET_NNODES, PET_NPROC_PER_NODE)", _of_agents, True, "start the program by torchrun"),
+    Hint("torchrun (PET_NNODES, PET_NPROC_PER_NODE)", _processes_of_torchrun, True, "start the program by torchrun"),
     Hint("PMIx (PMIX_RANK)", _index("PMIX_RANK"), True, _BY_HAND),
     Hint("PALS (PALS_RANKID)", _index("PALS_RANKID"), True, _BY_HAND),
     Hint("ALPS (ALPS_APP_PE)", _index("ALPS_APP_PE"), True, _BY_HAND),

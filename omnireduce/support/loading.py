@@ -12,29 +12,29 @@ from omnireduce.errors import UsageError, in_a_line
 from omnireduce.support.files.paths import current_folder
 
 
-def load_named(name: str, said: str, expected: str) -> Any:
+def load_named(name: str, label: str, expected: str) -> Any:
     """Load `name`, MODULE:NAME.
 
-    Messages call it `said`, and for another form they say what was `expected`. Raises UsageError for a name of another
+    Messages call it `label`, and for another form they say what was `expected`. Raises UsageError for a name of another
     form, and for a name that cannot be loaded.
     """
     module, _, attribute = name.partition(":")
     if not (module and attribute):
-        raise UsageError(f"{said}: expected {expected}")
+        raise UsageError(f"{label}: expected {expected}")
     try:
         return getattr(importlib.import_module(module), attribute)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a module of the user may raise anything, even SystemExit
-        raise UsageError(f"{said} cannot be loaded: {in_a_line(error)}") from error
+        raise UsageError(f"{label} cannot be loaded: {in_a_line(error)}") from error
 
 
-def look_in_this_folder() -> None:
+def add_current_folder_to_path() -> None:
     """Let modules of the current folder be found, as `python -m` does. An installed program does not by itself."""
     with suppress(UsageError):  # the folder is gone
-        here = str(current_folder())
-        if here not in sys.path:
-            sys.path.insert(0, here)
+        folder = str(current_folder())
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
 
 
 def search_path() -> list[str]:

@@ -28,13 +28,14 @@ from typing import Any, TextIO
 from omnireduce.support.config.schema import Log
 
 # events without limits, because no peer can cause them
-OWN = {"compiling", "kernels_ready", "ready", "stopping", "stopped", "metrics", "metrics_open", "gave_up", "failed"}
-OWN |= {"reloaded", "reload_failed"}
-A_SECOND = 20  # lines a second for each other event
-A_MINUTE, OF_ONE = 400_000, 60_000  # bytes a minute for all these events together, and for each of them
-TOGETHER = 900_000  # bytes a minute for all processes of a daemon
-LINE = 4096  # the most bytes of a line
-LEAST = 4 * LINE  # the least limit of a process, in bytes a minute, no matter how many processes there are
+UNLIMITED_EVENTS = {"compiling", "kernels_ready", "ready", "stopping", "stopped", "metrics", "metrics_open", "gave_up"}
+UNLIMITED_EVENTS |= {"failed", "reloaded", "reload_failed"}
+LINES_PER_SECOND = 20  # of each other event
+BYTES_PER_MINUTE = 400_000  # of all these events together
+BYTES_PER_MINUTE_OF_EVENT = 60_000  # of each of them
+BYTES_PER_MINUTE_OF_DAEMON = 900_000  # of all processes of a daemon
+MAX_LINE_BYTES = 4096
+MIN_BYTES_PER_MINUTE = 4 * MAX_LINE_BYTES  # of a process, no matter how many processes there are
 _PLAIN = re.compile(r"[\w.:@+/-]+\Z")  # needs no quotes
 
 
@@ -51,8 +52,8 @@ class BoundLog(logging.LoggerAdapter[logging.Logger]):
         self._fields = fields
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        given = kwargs.get("extra") or {}
-        kwargs["extra"] = {**given, "fields": {**self._fields, **given.get("fields", {})}}
+        extra = kwargs.get("extra") or {}
+        kwargs["extra"] = {**extra, "fields": {**self._fields, **extra.get("fields", {})}}
         return msg, kwargs
 
 
@@ -69,14 +70,16 @@ def show_debug_lines(settings: Log, **fields: object) -> None:
     that the program's own logging takes is not written twice."""
     if settings.level != "debug":
         return
-    ours = logging.getLogger("omnireduce")
-    for old in [old for old in ours.handlers if isinstance(old, _Fallback)]:
-        ours.removeHandler(old)
-    handler = _Fallback(sys.stderr)
+    library_logger = logging.getLogger("omnireduce")
+    for old_handler in [
+        old_handler for old_handler in library_logger.handlers if isinstance(old_handler, _FallbackHandler)
+    ]:
+        library_logger.removeHandler(old_handler)
+    handler = _FallbackHandler(sys.stderr)
     handler.setFormatter(_formatter(settings, fields))
-    ours.addHandler(handler)
-    ours.setLevel(logging.DEBUG)
-    ours.disabled = False  # `logging.config` disables each logger that exists before it
+    library_logger.addHandler(handler)
+    library_logger.setLevel(logging.DEBUG)
+    library_logger.disabled = False  # `logging.config` disables each logger that exists before it
 
 
 def _formatter(settings: Log, fields: Mapping[str, object]) -> logging.Formatter:
@@ -88,11 +91,11 @@ def logs_are_json() -> bool:
     return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
 
 
-def tell_left_out() -> None:
+def report_left_out() -> None:
     """Write how many lines were left out before this second, if any. Programs call this now and then."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LimitedHandler):
-            handler.tell_left_out(time.time())
+            handler.report_left_out(time.time())
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
@@ -104,8 +107,8 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
 
     def __init__(self, stream: TextIO, processes: int = 1) -> None:
         super().__init__(stream)
-        self._most = min(A_MINUTE, max(LEAST, TOGETHER // processes))
-        self._most_of_one = min(OF_ONE, max(2 * LINE, self._most // 4))
+        self._limit_bytes = min(BYTES_PER_MINUTE, max(MIN_BYTES_PER_MINUTE, BYTES_PER_MINUTE_OF_DAEMON // processes))
+        self._event_limit_bytes = min(BYTES_PER_MINUTE_OF_EVENT, max(2 * MAX_LINE_BYTES, self._limit_bytes // 4))
         self._second = self._minute = 0
         self._lines = Counter[str]()  # lines of each event in this second
         self._bytes = Counter[str]()  # bytes of each event in this minute
@@ -115,7 +118,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         """Write the record, or count it."""
         self._pass_time(record.created)
         event = getattr(record, "event", "message")
-        if event not in OWN and not self._has_room(event):
+        if event not in UNLIMITED_EVENTS and not self._has_room(event):
             self._left_out[event] += 1
             return
         try:
@@ -123,17 +126,20 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         except Exception:
             self.handleError(record)
             return
-        if event not in OWN:
+        if event not in UNLIMITED_EVENTS:
             self._lines[event] += 1
             self._bytes[event] += len(line.encode(errors="replace"))
         self._write(line, record)
 
     def _has_room(self, event: str) -> bool:
         """Whether there is room for one more line of any length."""
-        in_minute = self._bytes[event] + LINE <= self._most_of_one and self._bytes.total() + LINE <= self._most
-        return in_minute and self._lines[event] < A_SECOND
+        in_minute = (
+            self._bytes[event] + MAX_LINE_BYTES <= self._event_limit_bytes
+            and self._bytes.total() + MAX_LINE_BYTES <= self._limit_bytes
+        )
+        return in_minute and self._lines[event] < LINES_PER_SECOND
 
-    def tell_left_out(self, now: float) -> None:
+    def report_left_out(self, now: float) -> None:
         """Write how many lines were left out before the second of `now`."""
         if self._left_out:
             with self.lock or nullcontext():
@@ -147,7 +153,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         if int(now) // 60 != self._minute:
             self._minute = int(now) // 60
             self._bytes.clear()
-        if self._left_out and self._bytes.total() + LINE <= self._most:
+        if self._left_out and self._bytes.total() + MAX_LINE_BYTES <= self._limit_bytes:
             counts = dict(self._left_out.most_common())
             self._left_out.clear()
             text = f"{sum(counts.values())} lines were too many for the log"
@@ -165,7 +171,7 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             self.handleError(record)
 
 
-class _Fallback(LimitedHandler):
+class _FallbackHandler(LimitedHandler):
     """Writes the lines that no handler of the root logger takes."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -173,7 +179,7 @@ class _Fallback(LimitedHandler):
             super().emit(record)
 
 
-class _Lines(logging.Formatter):
+class _LineFormatter(logging.Formatter):
     def __init__(self, fields: Mapping[str, object], write: Callable[[dict[str, object]], str]) -> None:
         super().__init__()
         self._fields, self._write = fields, write
@@ -192,21 +198,21 @@ class _Lines(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         fields = {key: value for key, value in line.items() if value is not None}
         written = self._write(fields)
-        room = LINE // 2
-        while len(written.encode(errors="replace")) >= LINE:  # >=, because the end of the line counts, too
-            fields = {key: _cut(value, room) for key, value in fields.items()}
+        room = MAX_LINE_BYTES // 2
+        while len(written.encode(errors="replace")) >= MAX_LINE_BYTES:  # >=, because the end of the line counts, too
+            fields = {key: _shorten(value, room) for key, value in fields.items()}
             written, room = self._write(fields), room // 2
         return written
 
 
-class JsonLines(_Lines):
+class JsonLines(_LineFormatter):
     """Each record as one JSON object on one line."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         super().__init__(fields, lambda line: json.dumps(line, default=str))
 
 
-class TextLines(_Lines):
+class TextLines(_LineFormatter):
     """Each record as `key=value` pairs on one line; a value that is no plain word is in quotes."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:
@@ -218,9 +224,9 @@ def _text(value: object) -> str:
     return text if _PLAIN.match(text) else json.dumps(text, ensure_ascii=not text.isprintable())
 
 
-def _cut(value: object, most: int) -> object:
-    """A number as it is. Any other value as a text; a text with more than `most` characters loses its middle."""
+def _shorten(value: object, limit: int) -> object:
+    """A number as it is. Any other value as a text; a text with more than `limit` characters loses its middle."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    if len(text) <= most or isinstance(value, int | float):
+    if len(text) <= limit or isinstance(value, int | float):
         return value
-    return f"{text[: most // 2]} [...] {text[len(text) - most // 2 :]}"
+    return f"{text[: limit // 2]} [...] {text[len(text) - limit // 2 :]}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-OURS = ("socket", "ssl", "selectors", "omnireduce.support.addresses")  # modules between us and the system
-TRANSPORT = "omnireduce.transport."  # what its modules begin with, which are there as well
+NETWORK_MODULES = ("socket", "ssl", "selectors", "omnireduce.support.addresses")  # modules between us and the system
+TRANSPORT_PREFIX = "omnireduce.transport."  # what its modules begin with, which are there as well
 
 
-def from_a_handler(error: OSError) -> bool:
+def raised_by_signal_handler(error: OSError) -> bool:
     """Whether `error`, from a call to the system, was raised by a signal handler.
 
     A handler runs in the middle of such a call, and TimeoutError, ConnectionError and BlockingIOError are OSErrors. The
@@ -14,10 +14,10 @@ def from_a_handler(error: OSError) -> bool:
     traceback of its error leads through code outside the modules OURS.
     """
     assert error.__traceback__ is not None  # its first entry is the caller, which has caught it
-    at = error.__traceback__.tb_next
-    while at is not None:
-        module = str(at.tb_frame.f_globals.get("__name__"))
-        if module not in OURS and not module.startswith(TRANSPORT):
+    traceback = error.__traceback__.tb_next
+    while traceback is not None:
+        module = str(traceback.tb_frame.f_globals.get("__name__"))
+        if module not in NETWORK_MODULES and not module.startswith(TRANSPORT_PREFIX):
             return True
-        at = at.tb_next
+        traceback = traceback.tb_next
     return False

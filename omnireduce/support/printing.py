@@ -22,8 +22,8 @@ def make_console(*, quiet: bool = False) -> Console:
 def carriers_text(carried: Mapping[str, int]) -> str:
     """The transports that carried these bytes: "tcp", "memory+tcp", "nothing". A transport that carried less than a
     hundredth of them is left out."""
-    least = sum(carried.values()) / 100
-    return "+".join(sorted(kind for kind, nbytes in carried.items() if nbytes > least)) or "nothing"
+    threshold = sum(carried.values()) / 100
+    return "+".join(sorted(kind for kind, nbytes in carried.items() if nbytes > threshold)) or "nothing"
 
 
 def short_count(value: float) -> str:

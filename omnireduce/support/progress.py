@@ -34,49 +34,49 @@ class PlainProgress:
         self._due = now + EVERY_S
         self._write = write
 
-    def at(self, line: str, now: float) -> None:
+    def write_if_due(self, line: str, now: float) -> None:
         """Write `line`, which describes the progress now, if it is time."""
         if now >= self._due:
             self._due = now + EVERY_S
             self._write(line)
 
-    def follow(self, items: Sequence[_T], what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[_T]:
-        """Yield `items`, and write now and then which item comes: "`what` 7 of 20"."""
+    def follow(self, items: Sequence[_T], label: str, clock: Callable[[], float] = time.monotonic) -> Iterator[_T]:
+        """Yield `items`, and write now and then which item comes: "`label` 7 of 20"."""
         for number, item in enumerate(items, 1):
-            self.at(f"{what} {number} of {len(items)}", clock())
+            self.write_if_due(f"{label} {number} of {len(items)}", clock())
             yield item
 
 
 class Throttle:
     """Passes on the first call, and afterwards at most one call in `EVERY_S` seconds."""
 
-    def __init__(self, tell: Callable[[float, float], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._tell, self._clock, self._due = tell, clock, -math.inf
+    def __init__(self, report: Callable[[float, float], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._report, self._clock, self._due = report, clock, -math.inf
 
     def __call__(self, done: float, total: float) -> None:
         if (now := self._clock()) >= self._due:
             self._due = now + EVERY_S
-            self._tell(done, total)
+            self._report(done, total)
 
 
 class Ticker:
-    """Calls `tell` every `every_s` seconds, in a separate thread, while the block runs; never, if no thread can be
-    started. Once `tell` has raised, it is not called any more, and `check` raises the error."""
+    """Calls `report` every `every_s` seconds, in a separate thread, while the block runs; never, if no thread can be
+    started. Once `report` has raised, it is not called any more, and `check` raises the error."""
 
-    def __init__(self, tell: Callable[[], None], every_s: float) -> None:
-        self._tell, self._every_s, self._over = tell, every_s, threading.Event()
+    def __init__(self, report: Callable[[], None], every_s: float) -> None:
+        self._report, self._every_s, self._stop = report, every_s, threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="omnireduce-progress", daemon=True)
 
     def check(self) -> None:
-        """Raise the error of `tell`, if it has raised one."""
+        """Raise the error of `report`, if it has raised one."""
         if self._error is not None:
             raise self._error
 
     def _run(self) -> None:
         try:
-            while not self._over.wait(self._every_s):
-                self._tell()
+            while not self._stop.wait(self._every_s):
+                self._report()
         except BaseException as error:  # `check` raises it in the waiting thread
             self._error = error
 
@@ -86,7 +86,7 @@ class Ticker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._over.set()
+        self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
         if kind is None:

@@ -18,7 +18,7 @@ def scaled(x: Array, factor: float, out: Array | None = None) -> Array:
     float64, cut off towards zero.
     """
     out = np.empty_like(x) if out is None else out
-    return np.multiply(x, factor, out=out, dtype=_exact(x.dtype), casting="unsafe")
+    return np.multiply(x, factor, out=out, dtype=_product_type(x.dtype), casting="unsafe")
 
 
 def integer_mean(total: Array, count: int, out: Array, factor: float = 1.0) -> Array:
@@ -32,7 +32,7 @@ def integer_mean(total: Array, count: int, out: Array, factor: float = 1.0) -> A
     return np.floor_divide(multiple, divisor, out=out, casting="unsafe")  # type: ignore[no-any-return]
 
 
-def _exact(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _product_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type in which a product is computed before it is rounded."""
     if dtype.kind in "iu":
         return WIDE

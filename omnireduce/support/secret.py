@@ -17,10 +17,10 @@ from typing import Literal
 from omnireduce.core.names import TEAM_CHARACTERS
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.support.config.schema import SECRET_VARIABLE, Security
-from omnireduce.support.files.paths import MARK, user_path, without_waiting
+from omnireduce.support.files.paths import BYTE_ORDER_MARK, user_path, without_waiting
 
 MIN_BYTES, MAX_BYTES = 16, 4096
-MOST_LINES = 4  # the most lines of a file; each line is a secret
+MAX_LINES = 4  # the most lines of a file; each line is a secret
 _BLOCK_BYTES = 64  # block size of SHA-256: HMAC hashes a longer key
 _PURPOSE = b"omnireduce handshake 2"
 _EXPECTED = (
@@ -28,7 +28,7 @@ _EXPECTED = (
     "somebody may have read it"
 )
 _USER, _ITS_GROUP, _GROUP = 2, 4, 8  # tags of entries in an access list
-_HOW = "for example by: (umask 077; openssl rand -hex 32 > FILE)"
+_HOW_TO_MAKE = "for example by: (umask 077; openssl rand -hex 32 > FILE)"
 
 Role = Literal["worker", "aggregator"]
 
@@ -58,8 +58,8 @@ class Secret:
     def proof(self, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bytes:
         """The proof of a `role` that knows the secret, for these two nonces: HMAC-SHA256."""
         team = self.team.encode().ljust(TEAM_CHARACTERS, b"\0") if self.team else b""
-        said = b"\0".join((_PURPOSE, role.encode(), worker_nonce + aggregator_nonce + team))
-        return hmac.digest(self._key, said, "sha256")
+        message = b"\0".join((_PURPOSE, role.encode(), worker_nonce + aggregator_nonce + team))
+        return hmac.digest(self._key, message, "sha256")
 
     def proves(self, proof: bytes, role: Role, worker_nonce: bytes, aggregator_nonce: bytes) -> bool:
         """Whether `proof` is right for `role`. The check of a wrong proof takes as long as that of the right proof."""
@@ -97,10 +97,10 @@ def read_secrets(name: str | Path, key: str, team: str = "") -> list[Secret]:
     return [Secret(line, team) for line in read_lines(name, key, "secret")]
 
 
-def read_lines(name: str | Path, key: str, what: str) -> list[bytes]:
+def read_lines(name: str | Path, key: str, noun: str) -> list[bytes]:
     """The lines of a private file, 1 to MOST_LINES, without the white space around them. Errors call such a line
-    `what`. Raises ConfigError, which names `key` or the file."""
-    return _lines(read_private(name, key, most_bytes=MOST_LINES * (MAX_BYTES + 2)), str(name), what)
+    `noun`. Raises ConfigError, which names `key` or the file."""
+    return _lines(read_private(name, key, most_bytes=MAX_LINES * (MAX_BYTES + 2)), str(name), noun)
 
 
 def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES, is_secret: bool = True) -> bytes:
@@ -124,24 +124,24 @@ def read_private(name: str | Path, key: str, *, most_bytes: int = MAX_BYTES, is_
         raise ConfigError(f"{key}: {name} cannot be read: {getattr(error, 'strerror', error)}") from None
 
 
-def _check_readers(file: int, found: os.stat_result, what: str) -> None:
+def _check_readers(file: int, status: os.stat_result, mode_text: str) -> None:
     """Accept a file of root that a group of this process may read: Kubernetes mounts secrets in this way. Accept a file
     whose access list lets only this process's user read it: systemd passes credentials in this way. Raises ConfigError
     for all other files."""
-    if found.st_mode & 0o037:
-        raise ConfigError(f"{what} lets others than its owner use it, {_EXPECTED}")
-    if found.st_uid != 0:  # all users may be in the group of a user's file
-        raise ConfigError(f"{what} lets a group read it, but it belongs to user {found.st_uid}, {_EXPECTED}")
-    users, groups = _listed_readers(file, found.st_gid)
+    if status.st_mode & 0o037:
+        raise ConfigError(f"{mode_text} lets others than its owner use it, {_EXPECTED}")
+    if status.st_uid != 0:  # all users may be in the group of a user's file
+        raise ConfigError(f"{mode_text} lets a group read it, but it belongs to user {status.st_uid}, {_EXPECTED}")
+    users, groups = _readers_of_access_list(file, status.st_gid)
     if strangers := groups - {os.getegid(), *os.getgroups()}:
         raise ConfigError(
-            f"{what} lets group {min(strangers)} read it, to which this process does not belong, {_EXPECTED}"
+            f"{mode_text} lets group {min(strangers)} read it, to which this process does not belong, {_EXPECTED}"
         )
     if strangers := users - {0, os.geteuid()}:
-        raise ConfigError(f"{what} has an access list that lets user {min(strangers)} read it, {_EXPECTED}")
+        raise ConfigError(f"{mode_text} has an access list that lets user {min(strangers)} read it, {_EXPECTED}")
 
 
-def _listed_readers(file: int, group: int) -> tuple[set[int], set[int]]:
+def _readers_of_access_list(file: int, group: int) -> tuple[set[int], set[int]]:
     """The users and groups, beside the owner, that may read a file whose mode has the read bit of the group.
 
     With an access list, this bit is only the most that the list may allow: see acl(5).
@@ -155,12 +155,12 @@ def _listed_readers(file: int, group: int) -> tuple[set[int], set[int]]:
     return users, {number for tag, number in readers if tag in (_ITS_GROUP, _GROUP)}
 
 
-def _lines(data: bytes, source: str, what: str) -> list[bytes]:
-    lines = [line.strip() for line in data.removeprefix(MARK).splitlines() if line.strip()] or [b""]
-    if len(lines) > MOST_LINES:
-        raise ConfigError(f"{source}: got {len(lines)} lines or more, expected 1 to {MOST_LINES}, each a {what}")
+def _lines(data: bytes, source: str, noun: str) -> list[bytes]:
+    lines = [line.strip() for line in data.removeprefix(BYTE_ORDER_MARK).splitlines() if line.strip()] or [b""]
+    if len(lines) > MAX_LINES:
+        raise ConfigError(f"{source}: got {len(lines)} lines or more, expected 1 to {MAX_LINES}, each a {noun}")
     for line in lines:
         if not MIN_BYTES <= len(line) <= MAX_BYTES:
-            got = f"a {what} of {len(line)} bytes" + (" on one of its lines" if len(lines) > 1 else "")
-            raise ConfigError(f"{source}: got {got}, expected {MIN_BYTES} to {MAX_BYTES}, made {_HOW}")
+            got = f"a {noun} of {len(line)} bytes" + (" on one of its lines" if len(lines) > 1 else "")
+            raise ConfigError(f"{source}: got {got}, expected {MIN_BYTES} to {MAX_BYTES}, made {_HOW_TO_MAKE}")
     return lines

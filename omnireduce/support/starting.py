@@ -11,10 +11,10 @@ from contextlib import contextmanager
 @contextmanager
 def slow_imports() -> Iterator[None]:
     """A context in which Ctrl-C ends the process without a traceback. Afterwards the program handles it as before."""
-    told = signal.getsignal(signal.SIGINT)
-    is_pythons = told is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if is_pythons:  # not where a shell has it ignored
+    former_handler = signal.getsignal(signal.SIGINT)
+    is_default = former_handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if is_default:  # not where a shell has it ignored
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     yield
-    if is_pythons:
-        signal.signal(signal.SIGINT, told)
+    if is_default:
+        signal.signal(signal.SIGINT, former_handler)

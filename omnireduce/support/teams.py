@@ -22,16 +22,16 @@ import msgspec
 from omnireduce.core.names import TEAM_ALLOWED, TEAM_CHARACTERS, TEAM_PATTERN, URGENT
 from omnireduce.errors import ConfigError, UsageError
 from omnireduce.support.config.schema import Security, TeamLimits
-from omnireduce.support.config.validation import keys_of, unknown
+from omnireduce.support.config.validation import expected_one_of, keys_of
 from omnireduce.support.files.paths import decode_text, user_path
-from omnireduce.support.secret import MOST_LINES, Secret, load_secrets, read_private, read_secrets
+from omnireduce.support.secret import MAX_LINES, Secret, load_secrets, read_private, read_secrets
 
-MOST_TEAMS = 1024
+MAX_TEAMS = 1024
 TERMS_BYTES = 64 * 1024
 _FOLDER = "security.teams_folder"
 _SUFFIX = ".toml"
 _TERMS = {key.name: key for key in keys_of("terms", TeamLimits)}
-FREE = TeamLimits()
+NO_LIMITS = TeamLimits()
 msgspec.convert({}, TeamLimits)  # the first conversion prepares the type, and threads may not do that at the same time
 
 
@@ -41,7 +41,7 @@ class Team:
 
     name: str
     secrets: tuple[Secret, ...] = ()
-    terms: TeamLimits = FREE
+    terms: TeamLimits = NO_LIMITS
 
     def proved(self, proof: bytes, worker_nonce: bytes, aggregator_nonce: bytes) -> Secret | None:
         """The secret that a worker has proved; None: it knows none of them. All are tried, so that the time shows
@@ -74,13 +74,13 @@ class Teams:
     """
 
     def __init__(self, known: Mapping[str, Sequence[Secret]], terms: Mapping[str, TeamLimits] | None = None) -> None:
-        self.known = frozenset((name, secret) for name, own in known.items() for secret in own)
+        self.known = frozenset((name, secret) for name, team_secrets in known.items() for secret in team_secrets)
         self._teams = {
-            name: Team(name, _filled(own, name), (terms or {}).get(name, FREE))
-            for name, own in {"": (), **known}.items()
+            name: Team(name, _fill_up(team_secrets, name), (terms or {}).get(name, NO_LIMITS))
+            for name, team_secrets in {"": (), **known}.items()
         }
         nobody = "?" * TEAM_CHARACTERS
-        self._nobody = Team(nobody, _filled((), nobody))
+        self._nobody = Team(nobody, _fill_up((), nobody))
 
     def __len__(self) -> int:
         """The number of teams, without the aggregator's own."""
@@ -91,8 +91,8 @@ class Teams:
         return self._teams.get(name, self._nobody)
 
 
-def _filled(own: Sequence[Secret], team: str) -> tuple[Secret, ...]:
-    return (*own, *(Secret(secrets.token_bytes(32), team) for _ in range(MOST_LINES - len(own))))
+def _fill_up(real_secrets: Sequence[Secret], team: str) -> tuple[Secret, ...]:
+    return (*real_secrets, *(Secret(secrets.token_bytes(32), team) for _ in range(MAX_LINES - len(real_secrets))))
 
 
 def load_teams(security: Security, environ: Mapping[str, str] = os.environ) -> Teams | None:
@@ -107,12 +107,12 @@ def load_teams(security: Security, environ: Mapping[str, str] = os.environ) -> T
     terms: dict[str, TeamLimits] = {}
     if security.teams_folder:
         folder = _folder_of(security)
-        for name in _names(folder):
+        for name in _names_in(folder):
             if name.endswith(_SUFFIX):
                 terms[name.removesuffix(_SUFFIX)] = _read_terms(folder / name)
             else:
                 known[name] = read_secrets(folder / name, _FOLDER, name)
-    _check(known, terms, security.teams_folder)
+    _check_files(known, terms, security.teams_folder)
     return Teams(known, terms)
 
 
@@ -123,7 +123,7 @@ def _folder_of(security: Security) -> Path:
         raise ConfigError(f"{_FOLDER}: {security.teams_folder} cannot be read: {error}") from None
 
 
-def _names(folder: Path) -> list[str]:
+def _names_in(folder: Path) -> list[str]:
     """The names of the files in a folder of teams, without those that begin with a dot.
 
     Such a file comes from an editor or from a mount. An example is `..data` of Kubernetes: the other names are links to
@@ -133,9 +133,7 @@ def _names(folder: Path) -> list[str]:
         folder_stat = folder.stat()
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         with os.scandir(folder) as entries:
-            names = list(
-                islice((entry.name for entry in entries if not entry.name.startswith(".")), 2 * MOST_TEAMS + 1)
-            )
+            names = list(islice((entry.name for entry in entries if not entry.name.startswith(".")), 2 * MAX_TEAMS + 1))
     except OSError as error:
         raise ConfigError(f"{_FOLDER}: {folder} cannot be read: {error.strerror}") from None
     # Kubernetes mounts Secrets read-only, though the mode of the folder lets all write to it.
@@ -148,8 +146,8 @@ def _names(folder: Path) -> list[str]:
             expected = f"files named like teams ({TEAM_ALLOWED.partition(';')[0]}), each with or without {_SUFFIX}"
             raise ConfigError(f"{_FOLDER}: {folder}: got a file {name!r}, expected {expected}")
     teams = sum(not name.endswith(_SUFFIX) for name in names)
-    if teams > MOST_TEAMS or len(names) > 2 * MOST_TEAMS:
-        raise ConfigError(f"{_FOLDER}: {folder}: got {len(names)} files or more, expected at most {MOST_TEAMS} teams")
+    if teams > MAX_TEAMS or len(names) > 2 * MAX_TEAMS:
+        raise ConfigError(f"{_FOLDER}: {folder}: got {len(names)} files or more, expected at most {MAX_TEAMS} teams")
     return names
 
 
@@ -165,7 +163,7 @@ def _read_terms(file: Path) -> TeamLimits:
     values: dict[str, object] = {}
     for name, value in table.items():
         if name not in _TERMS:
-            raise ConfigError(f"{file}: {name!r}: unknown key, {unknown(name, _TERMS)}")
+            raise ConfigError(f"{file}: {name!r}: unknown key, {expected_one_of(name, _TERMS)}")
         try:
             values[name] = _TERMS[name].read(value)
         except ConfigError as error:
@@ -173,14 +171,14 @@ def _read_terms(file: Path) -> TeamLimits:
     return msgspec.convert(values, TeamLimits)
 
 
-def _check(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, TeamLimits], folder: str) -> None:
+def _check_files(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, TeamLimits], folder: str) -> None:
     """Raise ConfigError if the files do not fit together."""
     for name in terms.keys() - known.keys():
         raise ConfigError(f"{_FOLDER}: {folder}: got {name}{_SUFFIX} and no secret for this team in a file {name}")
     owners: dict[Secret, str] = {}
-    for name, own in known.items():
-        for secret in own:
-            other = owners.setdefault(secret, name)
-            if other != name:
-                both = " and ".join(f"team {team}" if team else "the aggregator's own" for team in (other, name))
+    for name, team_secrets in known.items():
+        for secret in team_secrets:
+            owner = owners.setdefault(secret, name)
+            if owner != name:
+                both = " and ".join(f"team {team}" if team else "the aggregator's own" for team in (owner, name))
                 raise ConfigError(f"{_FOLDER}: {folder}: {both} have a secret in common, expected none")

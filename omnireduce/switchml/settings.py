@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from omnireduce.errors import ConfigError, UsageError, show
 from omnireduce.runtime.rank.launcher_detection import detect_launch
 from omnireduce.support.config import Config, load_config
-from omnireduce.support.config.validation import unknown
+from omnireduce.support.config.validation import expected_one_of
 from omnireduce.support.files.paths import read_text
 from omnireduce.support.loading import load_named
 from omnireduce.switchml.prepostprocessor import READY, PrePostProcessor
@@ -269,7 +269,7 @@ def _read(path: str) -> dict[str, _Given]:
             section = text[1:-1].strip()
             if not any(name.startswith(f"{section}.") for name in KEYS):
                 names = dict.fromkeys(name.rpartition(".")[0] for name in KEYS)
-                raise ConfigError(f"{where}: {section}: unknown section, {unknown(section, names)}")
+                raise ConfigError(f"{where}: {section}: unknown section, {expected_one_of(section, names)}")
         elif text:
             name, value = _key_and_value(where, section, text)
             if name in given:
@@ -285,7 +285,7 @@ def _key_and_value(where: str, section: str, line: str) -> tuple[str, object]:
         raise ConfigError(f"{where}: got {show(line)}, expected a section in brackets, or key = value")
     if name not in KEYS:
         near = [known.removeprefix(f"{section}.") for known in KEYS if known.rpartition(".")[0] == section]
-        raise ConfigError(f"{where}: {name}: unknown key, {unknown(key, near or KEYS)}")
+        raise ConfigError(f"{where}: {name}: unknown key, {expected_one_of(key, near or KEYS)}")
     try:
         return name, KEYS[name].read(text)
     except (ValueError, KeyError):

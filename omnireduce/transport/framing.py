@@ -20,7 +20,7 @@ from itertools import islice
 from operator import add
 
 from omnireduce.core.dtypes import Array
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport.base import EVERYTHING, Control, Credited, Event, Link, Lost, Received
 
 TLS = "TLS"
@@ -172,7 +172,7 @@ class StreamLink(Link):
         `poll` reports the reason, because the peer's last messages may still be unread. But the system reports a
         time-out only once, so the error is noted here.
         """
-        if from_a_handler(error):
+        if raised_by_signal_handler(error):
             raise error
         if error.errno == errno.EAGAIN:
             return
@@ -229,7 +229,7 @@ class StreamLink(Link):
         try:
             count = self._receive(into)
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             if error.errno != errno.EAGAIN:
                 self._end(events, f"connection broken: {error.strerror or error}")

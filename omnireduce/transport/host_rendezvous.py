@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import TransportError
 from omnireduce.support.addresses import BACKLOG
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.local import peer_of
 from omnireduce.transport.memory import Regions
@@ -99,7 +99,7 @@ class HostRendezvous:
         try:
             self._turn()
         except ConnectionError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             raise RankGoneError("another rank of this host is gone") from error
         return self.group is not None
@@ -128,7 +128,7 @@ class HostRendezvous:
             try:
                 member, _ = self._sockets[0].accept()
             except BlockingIOError as error:
-                if from_a_handler(error):
+                if raised_by_signal_handler(error):
                     raise
                 return
             self._admit(member)
@@ -193,7 +193,7 @@ class HostRendezvous:
         except OSError as error:
             self._sockets.remove(sock)
             sock.close()
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             return
         if _is_foreign(sock):
@@ -264,7 +264,7 @@ def _receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int
     try:
         data, descriptors, _, _ = socket.recv_fds(sock, size + 1, most, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError as error:
-        if from_a_handler(error):
+        if raised_by_signal_handler(error):
             raise
         return b"", []
     return data, list(descriptors)

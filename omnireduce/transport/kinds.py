@@ -18,7 +18,7 @@ from typing import NamedTuple
 from omnireduce.errors import TransportError
 from omnireduce.support.addresses import Address, host_of, loopback
 from omnireduce.support.config import Config
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport.base import Link
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.local import holder_of, listen_local, name_of, peer_of
@@ -183,7 +183,7 @@ def connect_by_any(call: Call, say: Callable[[str], None]) -> StreamLink:
         except TransportError as error:
             say(str(error))
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
     return last.connect(call._replace(is_required=not others))
 

@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from omnireduce.support.addresses import BACKLOG, Address, is_own, is_wildcard, look_up, where_to_listen
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.addresses import BACKLOG, Address, is_own_target, is_wildcard, listening_target, look_up
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 
 ALL_USERS = ["0", "0", str(2**32 - 1)]  # user_namespaces(7): the first one here, the first one outside, how many
 WILDCARD = "*"  # in place of an address, of an aggregator that listens at all of them
@@ -62,7 +62,7 @@ def holder_of(name: str, kind: int = socket.SOCK_STREAM) -> Peer | None:
             sock.connect(name)
             return peer_of(sock)
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             return None
 
@@ -73,15 +73,15 @@ def _abstract(host: str, port: int, purpose: str = "") -> str:
 
 def name_of(host: str, port: int, purpose: str = "") -> str:
     """The abstract name of the Unix socket at which the aggregator at host:port listens. Raises OSError."""
-    return _abstract(WILDCARD if is_wildcard(host) else where_to_listen(host).host, port, purpose)
+    return _abstract(WILDCARD if is_wildcard(host) else listening_target(host).host, port, purpose)
 
 
 def _own(host: str) -> list[str]:
     """The addresses of `host` in this network namespace, which also has its own abstract names."""
     try:
-        return [target.host for target in look_up(host) if is_own(target)]
+        return [target.host for target in look_up(host) if is_own_target(target)]
     except OSError as error:
-        if from_a_handler(error):
+        if raised_by_signal_handler(error):
             raise
         return []
 
@@ -99,7 +99,7 @@ def connect_local(host: str, port: int, timeout_s: float, purpose: str = "") -> 
             sock.connect(name)
         except OSError as error:
             sock.close()
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
         else:
             yield sock

@@ -26,7 +26,7 @@ from omnireduce.errors import ConfigError, TransportError
 from omnireduce.support.addresses import Address, connect
 from omnireduce.support.config import Metrics, Security
 from omnireduce.support.files.paths import without_waiting
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.support.secret import read_private
 from omnireduce.transport.base import EVERYTHING, Event, Lost
 from omnireduce.transport.framing import CONTROL, EVENTS_PER_POLL, TLS, spoken
@@ -296,7 +296,7 @@ class TlsLink(TcpLink):
         try:
             dropped = self._sock.recv_into(self._wire, used, socket.MSG_TRUNC)  # copies nothing
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
         if dropped != used and self._lost is None:
             self._end(events, "connection broken: its last bytes were lost")
@@ -312,7 +312,7 @@ class TlsLink(TcpLink):
         try:
             self._tls.do_handshake()
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             self._stepped(error, events)
         else:
@@ -345,7 +345,7 @@ class TlsLink(TcpLink):
         try:
             count: int = self._tls.read(len(target), target)  # type: ignore[assignment]
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             if isinstance(error, ssl.SSLWantReadError):
                 return 0
@@ -367,7 +367,7 @@ def connect_tls(host: str, port: int, timeout_s: float, dead_peer_s: float, cont
         link = TlsLink(sock, str(address), dead_peer_s, context, host.partition("%")[0])
         wrong = _shake_hands(link, deadline)
     except OSError as error:
-        if from_a_handler(error) or not isinstance(error, ssl.SSLError):
+        if raised_by_signal_handler(error) or not isinstance(error, ssl.SSLError):
             sock.close()
             raise
         wrong = error.strerror or str(error)

@@ -32,7 +32,7 @@ from transports import MEMORY, called, over
 
 from omnireduce import Communicator, RefusedError, TransportError
 from omnireduce.aggregator.shard import _run_as_batch
-from omnireduce.support.addresses import Address, why_cannot_listen
+from omnireduce.support.addresses import Address, listen_error_text
 from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import listen_tcp
 
@@ -153,7 +153,7 @@ def test_a_name_that_nobody_knows_is_one_line_and_status_1(key: str) -> None:
 )
 def test_why_nobody_can_listen(monkeypatch: pytest.MonkeyPatch, number: int, port: int, expected: str) -> None:
     monkeypatch.setattr("omnireduce.support.addresses._first_free_port", lambda: 1024)
-    assert why_cannot_listen(OSError(number, "?"), Address("10.0.0.1", port)) == expected
+    assert listen_error_text(OSError(number, "?"), Address("10.0.0.1", port)) == expected
 
 
 @pytest.mark.parametrize("name", ["auto", "shm"])

@@ -19,7 +19,7 @@ from omnireduce.aggregator.heartbeats import Heartbeat
 from omnireduce.aggregator.http_monitor import AT_ONCE, CONNECTIONS, Monitor, _Server, log, open_http
 from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.support.addresses import parse_address
-from omnireduce.support.logs import A_SECOND, LimitedHandler, tagged
+from omnireduce.support.logs import LINES_PER_SECOND, LimitedHandler, tagged
 from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import listen_tcp
 
@@ -107,7 +107,7 @@ def test_what_the_log_left_out_is_told_though_nobody_asks() -> None:
     root.addHandler(handler)
     try:
         with serving(60.0):
-            for _ in range(3 * A_SECOND):
+            for _ in range(3 * LINES_PER_SECOND):
                 log.warning("refused", extra=tagged("metrics_refused"))
             assert eventually(lambda: "lines were too many for the log" in stream.getvalue())
     finally:

@@ -157,7 +157,7 @@ def test_an_interface_is_a_keyword_too() -> None:
 def test_limits_of_time_may_be_variables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "77")
     monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "88")
-    monkeypatch.setattr(horovod, "_said", False)
+    monkeypatch.setattr(horovod, "_has_warned", False)
     result = parse_command_line(["-np", "2", "true"])
     assert (result.start_timeout_s, result.elastic_timeout_s) == (77, 88)
     result = parse_command_line(["-np", "2", "--start-timeout", "7", "--elastic-timeout", "8", "true"])

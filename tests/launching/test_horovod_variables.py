@@ -8,7 +8,14 @@ import pytest
 
 from omnireduce import ConfigError, load_config
 from omnireduce.support.config import horovod
-from omnireduce.support.config.horovod import MEANINGLESS, ROWS, SHORTEST_CYCLE_S, Row, meaningless, settings_of
+from omnireduce.support.config.horovod import (
+    ROWS,
+    SHORTEST_CYCLE_S,
+    WITHOUT_EFFECT,
+    VariableRow,
+    settings_of,
+    variables_without_effect,
+)
 from omnireduce.support.config.validation import KEYS
 
 GIVEN = {  # variable: its text, and the value of its key
@@ -32,11 +39,11 @@ def value_of(key: str, environ: dict[str, str]) -> object:
 def test_every_row_has_an_example() -> None:
     assert {row.variable for row in ROWS} == GIVEN.keys()
     assert all(row.key in KEYS for row in ROWS)
-    assert not {row.variable for row in ROWS} & MEANINGLESS.keys()
+    assert not {row.variable for row in ROWS} & WITHOUT_EFFECT.keys()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.variable)
-def test_a_variable_sets_its_key(row: Row) -> None:
+def test_a_variable_sets_its_key(row: VariableRow) -> None:
     text, value = GIVEN[row.variable]
     assert list(settings_of({row.variable: text}, {row.key})) == [(row.variable, row.key, value)]
     assert value_of(row.key, {row.variable: text}) == value
@@ -53,12 +60,14 @@ def test_no_cycle_is_too_short(text: str) -> None:
 
 
 def test_what_concerns_another_library_has_its_reason() -> None:
-    assert meaningless({"HOROVOD_CCL_BGT_AFFINITY": "3"}, set()) == {"HOROVOD_CCL_BGT_AFFINITY": "CCL is not used"}
+    assert variables_without_effect({"HOROVOD_CCL_BGT_AFFINITY": "3"}, set()) == {
+        "HOROVOD_CCL_BGT_AFFINITY": "CCL is not used"
+    }
 
 
 def test_a_variable_for_a_key_that_is_not_there_says_so() -> None:
     assert list(settings_of({"HOROVOD_CYCLE_TIME": "1"}, set())) == []
-    assert "HOROVOD_CYCLE_TIME" in meaningless({"HOROVOD_CYCLE_TIME": "1"}, set())
+    assert "HOROVOD_CYCLE_TIME" in variables_without_effect({"HOROVOD_CYCLE_TIME": "1"}, set())
 
 
 def test_our_own_variable_and_an_override_count_more() -> None:
@@ -83,7 +92,7 @@ def test_a_wrong_value_names_its_variable() -> None:
 
 
 def test_what_means_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(horovod, "_said", False)
+    monkeypatch.setattr(horovod, "_has_warned", False)
     environ = {"HOROVOD_AUTOTUNE_LOG": "x", "HOROVOD_SURPRISE": "1", "HOROVOD_RANK": "0"}
     with caplog.at_level(logging.WARNING, "omnireduce"):
         for _ in range(2):
@@ -95,6 +104,6 @@ def test_what_means_nothing_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "OMNIRUN_RANK"])
 def test_other_ranks_say_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    monkeypatch.setattr(horovod, "_said", False)
+    monkeypatch.setattr(horovod, "_has_warned", False)
     load_config(environ={"HOROVOD_SURPRISE": "1", name: "1"})
     assert not caplog.records

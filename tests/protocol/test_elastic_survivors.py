@@ -13,7 +13,7 @@ from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, Replace
 from omnireduce.protocol.joining.tickets import ticket
 from omnireduce.support.config.schema import TeamLimits
-from omnireduce.support.teams import FREE
+from omnireduce.support.teams import NO_LIMITS
 
 
 @pytest.mark.parametrize("ticket_says", [b"", b"x" * 32])
@@ -232,9 +232,9 @@ def test_nobody_takes_the_room_of_a_job_that_is_not_his(theirs: dict[str, Any], 
 @pytest.mark.parametrize(
     ("limits", "terms"),
     [
-        (Limits(2, 40, 1 << 26, 30.0), FREE),
-        (Limits(9, 40, 1 << 26, 30.0, max_ranks=4), FREE),
-        (Limits(9, 40, 1 << 26, 30.0, max_bytes=OF_TWO_PAIRS), FREE),
+        (Limits(2, 40, 1 << 26, 30.0), NO_LIMITS),
+        (Limits(9, 40, 1 << 26, 30.0, max_ranks=4), NO_LIMITS),
+        (Limits(9, 40, 1 << 26, 30.0, max_bytes=OF_TWO_PAIRS), NO_LIMITS),
         (LIMITS, TeamLimits(max_jobs=2)),
         (LIMITS, TeamLimits(max_ranks=4)),
         (LIMITS, TeamLimits(max_bytes=OF_TWO_PAIRS)),

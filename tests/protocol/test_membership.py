@@ -18,7 +18,7 @@ from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.membership import Admit, Answer, Membership, MembershipEffect
 from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.support.config.schema import TeamLimits
-from omnireduce.support.teams import FREE
+from omnireduce.support.teams import NO_LIMITS
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
 TEAM_TERMS = TeamLimits(max_jobs=2, max_ranks=3)
@@ -411,7 +411,7 @@ class Life(RuleBasedStateMachine):
     def comes(self, job: str, rank: int, world_size: int, slots: int, team: str) -> Any:
         self.next_key += 1
         message = hello(rank, world_size, job=job, slots=slots, team=team)
-        terms = TEAM_TERMS if team else FREE
+        terms = TEAM_TERMS if team else NO_LIMITS
         self.waiting[self.next_key] = message
         before = {key: each for key, each in self.waiting.items() if key != self.next_key}
         others = [each for each in before.values() if each.job == job]
@@ -550,7 +550,7 @@ def test_ranks_that_compile_count_as_ranks_that_a_shard_and_a_team_may_have() ->
 
     def compiles(number: int, **changes: Any) -> list[Any]:
         request = hello(0, 1, job=f"job{number}", compiling=True, **changes)
-        return list(membership.hello(number, request, 0.0, TEAM_TERMS if changes else FREE))
+        return list(membership.hello(number, request, 0.0, TEAM_TERMS if changes else NO_LIMITS))
 
     assert [compiles(number, team="red") for number in range(3)] == [
         [Answer(number, Pending([], 0))] for number in range(3)

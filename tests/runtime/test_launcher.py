@@ -325,7 +325,7 @@ def test_the_page_for_users_has_all_variables() -> None:
     page = (ROOT / "docs" / "launching.md").read_text()
     named = {name for launcher in LAUNCHERS for name in (launcher.rank, *launcher.size, *(launcher.meets or ()))}
     named |= {name for launcher in LAUNCHERS for names in launcher.job for name in names}
-    hints = [re.findall(r"[A-Z_]+", hint.who.partition("(")[2]) for hint in HINTS]
+    hints = [re.findall(r"[A-Z_]+", hint.source.partition("(")[2]) for hint in HINTS]
     assert all(hints)
     named |= {name for names in hints for name in names}
     assert not [name for name in sorted(named) if f"`{name}`" not in page]

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from omnireduce.errors import TransportError
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport import host_rendezvous
 from omnireduce.transport.host_rendezvous import RETRY_S, HostGroup, HostRendezvous
 from omnireduce.transport.memory import Regions
@@ -155,4 +155,4 @@ def test_what_cannot_be_made_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
 def test_what_the_system_refuses_is_no_error_of_a_signal_handler() -> None:
     with pytest.raises(OSError, match="Invalid argument") as caught:
         HostRendezvous(secrets.token_bytes(16), 2, 0, -BYTES)
-    assert not from_a_handler(caught.value)
+    assert not raised_by_signal_handler(caught.value)

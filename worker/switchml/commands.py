@@ -201,10 +201,10 @@ def _record(name: str, output: str, steps: int, warmup: int) -> None:
 
 def _settings(config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None) -> Settings:
     """The settings of `switchml.cfg` and of omnireduce's configuration, with the rank and size of the command line."""
-    from omnireduce.support.loading import look_in_this_folder
+    from omnireduce.support.loading import add_current_folder_to_path
     from omnireduce.switchml import load_settings
 
-    look_in_this_folder()  # a prepostprocessor of the user's own may be here
+    add_current_folder_to_path()  # a prepostprocessor of the user's own may be here
     settings = load_settings(config_file, overrides=overrides)
     start_logs(settings.config.log)
     return settings if rank is None and size is None else settings._replace(rank=rank, size=size)

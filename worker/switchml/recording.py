@@ -21,7 +21,7 @@ from omnireduce.errors import UsageError, a_type, in_a_line
 from omnireduce.support.extras import install
 from omnireduce.support.files.output import write_file
 from omnireduce.support.files.paths import read_text
-from omnireduce.support.loading import load_named, look_in_this_folder
+from omnireduce.support.loading import add_current_folder_to_path, load_named
 
 LARGEST = 2**40
 
@@ -120,7 +120,7 @@ def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
 
 def _made(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     """Model, input and loss. Raises UsageError."""
-    look_in_this_folder()
+    add_current_folder_to_path()
     function = load_named(name, f"--record {name}", "MODULE:FUNCTION, such as models:digits")
     try:
         made = function()

@@ -78,7 +78,7 @@ def _show_progress_on(status: Status, plain: PlainProgress | None, title: str, r
         text = f"{title} {number + 1} of {rounds}"
         status.update(Text(text))
         if plain is not None:
-            plain.at(f"bench: {text}", time.monotonic())
+            plain.write_if_due(f"bench: {text}", time.monotonic())
 
     return show
 

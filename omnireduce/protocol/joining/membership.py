@@ -54,7 +54,7 @@ from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.pending_job import Claim, FormationKey, JobKey, PendingJob, WaitingRank, member_name
 from omnireduce.support.config.schema import TeamLimits
-from omnireduce.support.teams import FREE
+from omnireduce.support.teams import NO_LIMITS
 
 
 class Answer(NamedTuple):
@@ -304,7 +304,9 @@ class Membership:
         ends += [0.0] if self._has_freed_room and any(job.replaces is not None for job in waiting) else []
         return min(ends, default=None)
 
-    def hello(self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = FREE) -> Iterator[MembershipEffect]:
+    def hello(
+        self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = NO_LIMITS
+    ) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms`: the limits of its team."""
         formation_key, claim, displaced = FormationKey.of(hello), Claim.NEWCOMER, dict[int, str]()
         # first: nothing may depend on numbers without bounds

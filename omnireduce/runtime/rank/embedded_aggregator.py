@@ -47,7 +47,7 @@ from omnireduce.support.control_groups import OutOfMemory
 from omnireduce.support.interpreters import TREE, program_of
 from omnireduce.support.loading import search_path
 from omnireduce.support.logs import BoundLog, tagged
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.support.secret import Secret
 from omnireduce.transport.local import holder_of, peer_of
 
@@ -152,7 +152,7 @@ class Invitations:
         try:
             guest, _ = self._listener.accept()
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             if isinstance(error, BlockingIOError):
                 return
@@ -169,7 +169,7 @@ class Invitations:
         try:
             data = guest.recv(CARD.size + 1)
         except ConnectionError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             data = b""
         rank, size = CARD.unpack(data) if len(data) == CARD.size else (0, 0)
@@ -197,7 +197,7 @@ class Invitations:
         try:
             guest.send(encode(self._news))
         except OSError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             self._forget(guest)
         else:
@@ -251,7 +251,7 @@ def await_invitation(name: str, job: str, rank: int, size: int, limit_s: float, 
                 if news is not None:
                     deadline.restart()
         except ConnectionError as error:
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             raise TransportError(f"{rank_0}, is gone") from None
     raise TransportError(f"{rank_0}, has said nothing for cluster.join_timeout_s = {limit_s:g}")
@@ -261,7 +261,7 @@ def _connected(sock: socket.socket, name: str) -> bool:
     try:
         sock.connect(name)
     except (ConnectionRefusedError, BlockingIOError) as error:
-        if from_a_handler(error):
+        if raised_by_signal_handler(error):
             raise
         return False
     return True

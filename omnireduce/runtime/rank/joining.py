@@ -56,7 +56,7 @@ from omnireduce.runtime.tracing.trace import trace_folder, with_folder
 from omnireduce.support import config as settings
 from omnireduce.support.config import Config, whole_bytes
 from omnireduce.support.logs import BoundLog, tagged
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.framing import StreamLink
@@ -390,7 +390,7 @@ class _PendingRank:
 
     def _fail_to_share_memory(self, error: TransportError | OSError) -> None:
         """End this attempt because memory could not be shared. Raises the error if a signal handler has raised it."""
-        if isinstance(error, OSError) and from_a_handler(error):
+        if isinstance(error, OSError) and raised_by_signal_handler(error):
             raise error
         self._fail(str(error) if isinstance(error, TransportError) else shortage(error))
 

@@ -25,11 +25,11 @@ from omnireduce.runtime.rank.calls.arguments import whole
 from omnireduce.support.addresses import is_loopback, is_wildcard
 from omnireduce.support.config import Config
 from omnireduce.support.launchers import (
-    BEHIND_ID,
     HINTS,
+    ID_SEPARATORS,
     LAUNCHERS,
-    MEETS,
-    OWN,
+    MASTER_VARIABLES,
+    OMNIREDUCE_RUN,
     TASKS_PER_NODE,
     TORCHRUN,
     Variables,
@@ -116,9 +116,9 @@ class LauncherSign(NamedTuple):
 def find_launcher_sign(environ: Mapping[str, str] = os.environ) -> LauncherSign | None:
     """The sign that there are several processes; None if there is none."""
     for hint in HINTS:
-        count = hint.many(environ)
+        count = hint.least_processes(environ)
         if count:
-            text = f"{hint.who} speaks of {f'{count} processes or more' if count > 1 else 'several processes'}"
+            text = f"{hint.source} speaks of {f'{count} processes or more' if count > 1 else 'several processes'}"
             instead = f"{hint.instead}; or, for a process on its own, set RANK=0 and WORLD_SIZE=1"
             return LauncherSign(text, instead, hint.is_certain and count > 1)
     return None
@@ -149,7 +149,7 @@ def launch_id(rank: int, size: int, environ: Mapping[str, str] = os.environ) -> 
     launcher = _innermost(environ)
     if launcher is not None and not _agrees(launcher, environ, rank, size):
         launcher = None
-    variables = MEETS if launcher is None else launcher.meets
+    variables = MASTER_VARIABLES if launcher is None else launcher.meets
     parts = [] if launcher is None else [_id(launcher, environ)]
     if variables is not None:
         address, port = (environ.get(name, "") for name in variables)
@@ -235,8 +235,8 @@ def _innermost(environ: Mapping[str, str]) -> Variables | None:
     numbers of Slurm: then it is Slurm."""
     launchers = [launcher for launcher in LAUNCHERS if _has_started(launcher, environ)]
     rank, size = environ.get("RANK", ""), environ.get("WORLD_SIZE", "")
-    if launchers[:1] == [OWN]:  # it sets torchrun's variables, too, except torchrun's id
-        return launchers[1] if "TORCHELASTIC_RUN_ID" in environ and len(launchers) > 1 else OWN
+    if launchers[:1] == [OMNIREDUCE_RUN]:  # it sets torchrun's variables, too, except torchrun's id
+        return launchers[1] if "TORCHELASTIC_RUN_ID" in environ and len(launchers) > 1 else OMNIREDUCE_RUN
     if [launcher.launcher for launcher in launchers] == ["torchrun", "Slurm"] and "TORCHELASTIC_RUN_ID" not in environ:
         return launchers[1] if _agrees(launchers[1], environ, rank, size) else launchers[0]
     return launchers[0] if launchers else None
@@ -322,7 +322,9 @@ def number_in(name: str, environ: Mapping[str, str]) -> int:
 def _launcher_job(variables: Variables, environ: Mapping[str, str]) -> str | None:
     for names in variables.job:
         texts = {name: environ.get(name, "") for name in names}
-        parts = [text.partition(BEHIND_ID[name])[0] if name in BEHIND_ID else text for name, text in texts.items()]
+        parts = [
+            text.partition(ID_SEPARATORS[name])[0] if name in ID_SEPARATORS else text for name, text in texts.items()
+        ]
         if all(parts) and parts != ["none"]:  # torchrun's id is "none" unless it was given one
             return ".".join(parts)
     return None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from omnireduce.protocol.host.exchange import HostExchange
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport.base import Link
 
 UNKNOWN = -1  # the mask of a link while it changes
@@ -48,7 +48,7 @@ class Poller:
         try:
             os.eventfd_write(self._eventfds[rank], 1)
         except BlockingIOError as error:  # the eventfd is full: the rank wakes anyway
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
 
     @property
@@ -113,7 +113,7 @@ class Poller:
         try:
             os.eventfd_read(descriptor)
         except BlockingIOError as error:  # another rank has drained it
-            if from_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
 
     def _spin(self, until: float, lock: threading.RLock) -> Ready:

@@ -50,7 +50,7 @@ from omnireduce.runtime.driver import Clock
 from omnireduce.support.config.schema import TeamLimits
 from omnireduce.support.logs import tagged
 from omnireduce.support.secret import Secret
-from omnireduce.support.teams import FREE
+from omnireduce.support.teams import NO_LIMITS
 from omnireduce.transport.base import Control, Link, Lost
 
 
@@ -151,7 +151,9 @@ class Relaying:
         ends = [uplink.since + self._limits.join_timeout_s for uplink in unconnected]
         return min([*ends, *(uplink.retry_at for uplink in unconnected if uplink.retry_at is not None)], default=None)
 
-    def hello(self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = FREE) -> Iterator[MembershipEffect]:
+    def hello(
+        self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = NO_LIMITS
+    ) -> Iterator[MembershipEffect]:
         """A worker asks to join. `terms`: the limits of its team."""
         wrong, temporary = self._objection(hello, terms)
         if not wrong and not hello.refuses:

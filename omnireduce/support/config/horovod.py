@@ -18,10 +18,10 @@ from omnireduce.support.launchers import LAUNCHERS
 PREFIX = "HOROVOD_"
 LEVELS = {"trace": "debug", "fatal": "error"}  # all other levels have the same name here
 # Variables of launchers for ranks, variables that scripts of users read, and variables that `omnireduce run` reads.
-_OF_LAUNCHERS = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"}
-_OF_LAUNCHERS |= {"START_TIMEOUT", "ELASTIC_TIMEOUT"}
+_LAUNCHER_VARIABLES = {"RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"}
+_LAUNCHER_VARIABLES |= {"START_TIMEOUT", "ELASTIC_TIMEOUT"}
 SHORTEST_CYCLE_S = 0.0001  # the least value of queue.cycle_s
-_said = False
+_has_warned = False
 
 
 def _number(text: str) -> object:
@@ -43,7 +43,7 @@ def _text(text: str) -> object:
     return text
 
 
-def _never(text: str) -> object:
+def _zero_if_on(text: str) -> object:
     """0, which means never, if a switch is on. None, which leaves the key as it is, if the switch is off."""
     return 0 if is_on(text) else None
 
@@ -54,7 +54,7 @@ def is_on(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VariableRow:
     """A variable, the key that it sets, and `read`, which makes a value of its text. If that is None, the key stays."""
 
     variable: str
@@ -63,20 +63,20 @@ class Row:
 
 
 ROWS = (
-    Row("HOROVOD_FUSION_THRESHOLD", "queue.fusion_bytes", _number),
-    Row("HOROVOD_CYCLE_TIME", "queue.cycle_s", _cycle),
-    Row("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall.warn_s", _number),
-    Row("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall.abort_s", _number),
-    Row("HOROVOD_STALL_CHECK_DISABLE", "stall.warn_s", _never),  # after the rows above, which it overrules
-    Row("HOROVOD_STALL_CHECK_DISABLE", "stall.abort_s", _never),
-    Row("HOROVOD_TIMELINE", "trace.timeline", _text),
-    Row("HOROVOD_TIMELINE_MARK_CYCLES", "trace.timeline_cycles", is_on),
-    Row("HOROVOD_LOG_LEVEL", "log.level", _level),
-    Row("HOROVOD_GLOO_TIMEOUT_SECONDS", "cluster.join_timeout_s", _number),
+    VariableRow("HOROVOD_FUSION_THRESHOLD", "queue.fusion_bytes", _number),
+    VariableRow("HOROVOD_CYCLE_TIME", "queue.cycle_s", _cycle),
+    VariableRow("HOROVOD_STALL_CHECK_TIME_SECONDS", "stall.warn_s", _number),
+    VariableRow("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "stall.abort_s", _number),
+    VariableRow("HOROVOD_STALL_CHECK_DISABLE", "stall.warn_s", _zero_if_on),  # after the rows above, which it overrules
+    VariableRow("HOROVOD_STALL_CHECK_DISABLE", "stall.abort_s", _zero_if_on),
+    VariableRow("HOROVOD_TIMELINE", "trace.timeline", _text),
+    VariableRow("HOROVOD_TIMELINE_MARK_CYCLES", "trace.timeline_cycles", is_on),
+    VariableRow("HOROVOD_LOG_LEVEL", "log.level", _level),
+    VariableRow("HOROVOD_GLOO_TIMEOUT_SECONDS", "cluster.join_timeout_s", _number),
 )
 _FIXED = "transports and orders of sums are chosen by [transport] and [protocol]"
 _IN_MEMORY = "ranks of a host always exchange in memory first; transport.host_exchange turns that off"
-MEANINGLESS = {  # variable: the reason why it has no effect here
+WITHOUT_EFFECT = {  # variable: the reason why it has no effect here
     "HOROVOD_CACHE_CAPACITY": "there is no cache of responses to size",
     "HOROVOD_HIERARCHICAL_ALLREDUCE": _IN_MEMORY,
     "HOROVOD_HIERARCHICAL_ALLGATHER": _IN_MEMORY,
@@ -103,37 +103,37 @@ def settings_of(environ: Mapping[str, str], keys: Collection[str]) -> Iterator[t
             try:
                 value = row.read(environ[row.variable])
             except (ValueError, OverflowError):
-                got = environ[row.variable][:80]
-                raise ConfigError(f"{row.variable}: {row.key}: got {got!r}, expected a number") from None
+                text = environ[row.variable][:80]
+                raise ConfigError(f"{row.variable}: {row.key}: got {text!r}, expected a number") from None
             if value is not None:
                 yield row.variable, row.key, value
 
 
-def meaningless(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+def variables_without_effect(environ: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
     """Horovod's variables that have no effect here, each with the reason."""
     active = {row.variable for row in ROWS if row.key in keys}
     reasons = {}
     for name in sorted(environ):
         rest = name.removeprefix(PREFIX)
-        if rest == name or rest in _OF_LAUNCHERS or name in active:
+        if rest == name or rest in _LAUNCHER_VARIABLES or name in active:
             continue
         stem = "HOROVOD_AUTOTUNE" if rest.startswith("AUTOTUNE") else name
-        reasons[name] = MEANINGLESS.get(stem, "it is not known here")
+        reasons[name] = WITHOUT_EFFECT.get(stem, "it is not known here")
     return reasons
 
 
-def tell_meaningless(environ: Mapping[str, str], keys: Collection[str]) -> None:
+def warn_about_variables_without_effect(environ: Mapping[str, str], keys: Collection[str]) -> None:
     """Warn once in a process, on rank 0, about the variables without effect."""
-    global _said
+    global _has_warned
     if (
-        _said
+        _has_warned
         or any(environ.get(launcher.rank, "0") not in ("0", "") for launcher in LAUNCHERS)
         or "OMNIRUN_TOLD" in environ
     ):
         return
-    ignored = meaningless(environ, keys)
+    ignored = variables_without_effect(environ, keys)
     if ignored:
-        _said = True
-        text = "; ".join(f"{name}: {why}" for name, why in ignored.items())
+        _has_warned = True
+        text = "; ".join(f"{name}: {reason}" for name, reason in ignored.items())
         extra = {"event": "horovod_ignored", "fields": {"variables": list(ignored)}}
         logging.getLogger("omnireduce").warning("these variables have no effect here: %s", text, extra=extra)

@@ -23,9 +23,9 @@ from msgspec.structs import asdict
 
 from omnireduce.errors import ConfigError, show
 from omnireduce.support.addresses import is_loopback, parse_address
-from omnireduce.support.config.horovod import settings_of, tell_meaningless
+from omnireduce.support.config.horovod import settings_of, warn_about_variables_without_effect
 from omnireduce.support.config.schema import SECRET_KEY, SECRET_VARIABLE, Config
-from omnireduce.support.config.validation import KEYS, SECTIONS, Key, conflicts, names_in, unknown
+from omnireduce.support.config.validation import KEYS, SECTIONS, Key, conflicts, expected_one_of, keys_of_section
 from omnireduce.support.files.cache import CACHE_VARIABLE
 from omnireduce.support.files.paths import read_text, shown, user_path
 
@@ -59,7 +59,7 @@ def load_config(
         layers.add_file(path, f"{_FILE_VARIABLE}: ")
     for name, path_of_key, value in settings_of(environ, KEYS):
         layers.add(name, KEYS[path_of_key], value)
-    tell_meaningless(environ, KEYS)
+    warn_about_variables_without_effect(environ, KEYS)
     if _PROFILE_VARIABLE in environ:
         layers.add_text(_PROFILE_VARIABLE, KEYS["trace.profile"], environ[_PROFILE_VARIABLE])
     for name in sorted(environ):
@@ -119,8 +119,8 @@ class _Layers:
             try:
                 self.add(source, key, text)
             except ConfigError:
-                unquoted = isinstance(value, str) and value.startswith("[") and value.endswith("]")
-                hint = "; leave out the brackets, or put each text in quotes" if unquoted else ""
+                is_bare_list = isinstance(value, str) and value.startswith("[") and value.endswith("]")
+                hint = "; leave out the brackets, or put each text in quotes" if is_bare_list else ""
                 raise ConfigError(f"{error}{hint}") from None
 
     def add_tables(self, source: str, tables: Mapping[str, object], file: str | Path | None = None) -> None:
@@ -149,8 +149,8 @@ class _Layers:
         ages = {path: age for age, path in enumerate(self._sources)}
         for expected in conflicts(config):
             path = max(expected, key=lambda path: ages.get(path, -1))
-            given = show(self._values[path])
-            raise ConfigError(f"{self._sources[path]}: {path}: got {given}, expected {expected[path]}")
+            value_text = show(self._values[path])
+            raise ConfigError(f"{self._sources[path]}: {path}: got {value_text}, expected {expected[path]}")
         return config
 
 
@@ -159,16 +159,16 @@ def _key(source: str, path: str) -> Key:
     if path in KEYS:
         return KEYS[path]
     if path == SECRET_KEY:
-        why = "a command line or a configuration is no place for a secret: others can read it there"
-        raise ConfigError(f"{source}: {path}: {why}; give security.secret_file or the variable {SECRET_VARIABLE}")
+        reason = "a command line or a configuration is no place for a secret: others can read it there"
+        raise ConfigError(f"{source}: {path}: {reason}; give security.secret_file or the variable {SECRET_VARIABLE}")
     section, _, name = path.partition(".")
     if section not in SECTIONS:
         raise _unknown_section(source, section)
-    raise ConfigError(f"{source}: {shown(path)}: unknown key, {unknown(name, names_in(section))}")
+    raise ConfigError(f"{source}: {shown(path)}: unknown key, {expected_one_of(name, keys_of_section(section))}")
 
 
 def _unknown_section(source: str, section: str) -> ConfigError:
-    return ConfigError(f"{source}: {shown(section)}: unknown section, {unknown(section, SECTIONS)}")
+    return ConfigError(f"{source}: {shown(section)}: unknown section, {expected_one_of(section, SECTIONS)}")
 
 
 def _key_of_variable(variable: str) -> Key:
@@ -195,10 +195,10 @@ class _Encoder(toml.TomlEncoder):  # type: ignore[type-arg]  # generic in the st
 
     def dump_value(self, v: object) -> str:
         """A value as TOML. The library's own output is wrong for some texts with a backslash."""
-        return _quoted(v) if isinstance(v, str) else str(super().dump_value(v))
+        return _quote(v) if isinstance(v, str) else str(super().dump_value(v))
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """A text as a basic string of TOML. It is the same as a string of JSON, except for one character."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -224,8 +224,8 @@ def whole_bytes(config: Config) -> int:
 
     Shards on other hosts have separate links, so they share the load of every tensor.
     """
-    local = all(is_loopback(parse_address(address).host) for address in config.cluster.aggregators)
-    return config.protocol.whole_bytes if local else 0
+    are_local = all(is_loopback(parse_address(address).host) for address in config.cluster.aggregators)
+    return config.protocol.whole_bytes if are_local else 0
 
 
 _REFERENCE_HEAD = """\
@@ -251,11 +251,11 @@ def reference_toml() -> str:
         lines += ["", f"# {struct.MEANING}", f"[{section}]"]
         for key in KEYS.values():
             if key.section == section:
-                lines += ["", *_documented(key)]
+                lines += ["", *_reference_lines(key)]
     return "\n".join(lines) + "\n"
 
 
-def _documented(key: Key) -> list[str]:
+def _reference_lines(key: Key) -> list[str]:
     value = _Encoder().dump_value(key.default)
     unit = f"Unit: {key.unit}. " if key.unit else ""
     text = [f"{key.meaning[0].upper()}{key.meaning[1:]}.", f"{unit}Default: {value}. Allowed: {key.allowed}."]

@@ -23,11 +23,11 @@ class Section(Struct, frozen=True):
 
 
 def meta(
-    meaning: str, unit: str = "", *, allowed: str = "", path_but: tuple[str, ...] | None = None, **limits: Any
+    meaning: str, unit: str = "", *, allowed: str = "", path_unless: tuple[str, ...] | None = None, **limits: Any
 ) -> Meta:
     """The meaning of a key, its unit and its limits. `allowed` describes the allowed values, if the limits do not.
-    `path_but`: the value is a path, unless it is one of these words."""
-    extra = {"unit": unit, "allowed": allowed} | ({} if path_but is None else {"path_but": path_but})
+    `path_unless`: the value is a path, unless it is one of these words."""
+    extra = {"unit": unit, "allowed": allowed} | ({} if path_unless is None else {"path_unless": path_unless})
     return Meta(description=meaning, extra=extra, **limits)
 
 
@@ -40,17 +40,19 @@ FilePath = Annotated[
         pattern=r"^[^\x00-\x1f\x7f-\x9f\ud800-\udfff]{0,4096}\Z",
         extra={
             "allowed": 'a path without control characters; "" for none',
-            "path_but": ("",),
+            "path_unless": ("",),
         },
     ),
 ]
 
 
-_OWN = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
+_MODULE_AND_CLASS = r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*"
 CODECS = ("none", "bf16", "fp16", "int8", "natural", "onebit", "qsgd", "scaled_sign", "sign", "ternary")
-CODEC_PATTERN = rf"^({'|'.join(CODECS)}|(?=.{{3,50}}\Z){_OWN})\Z"
+CODEC_PATTERN = rf"^({'|'.join(CODECS)}|(?=.{{3,50}}\Z){_MODULE_AND_CLASS})\Z"
 CODEC_ALLOWED = f"{', '.join(CODECS)}, or module:Class of up to 50 characters"
-OwnCodec = Annotated[str, meta("", pattern=rf"^(?=.{{3,50}}\Z){_OWN}\Z", allowed="module:Class of up to 50 characters")]
+UserCodec = Annotated[
+    str, meta("", pattern=rf"^(?=.{{3,50}}\Z){_MODULE_AND_CLASS}\Z", allowed="module:Class of up to 50 characters")
+]
 
 
 class Protocol(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -279,7 +281,7 @@ class Aggregator(Section, frozen=True, kw_only=True, forbid_unknown_fields=True)
         ),
     ] = ()
     codecs: Annotated[
-        tuple[OwnCodec, ...],
+        tuple[UserCodec, ...],
         Meta(max_length=64),
         meta(
             "codecs that jobs may use beside the built-in codecs, each module:Class; the daemon runs their code, "
@@ -590,7 +592,7 @@ class Trace(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             'folder for the traces, which `omnireduce trace` reads; "" is off. For diagnosis only: every job of '
             "a daemon leaves files",
             allowed='the path of a folder, or ""',
-            path_but=("",),
+            path_unless=("",),
             pattern=r"^[^\x00]*\Z",
         ),
     ] = ""
@@ -605,7 +607,7 @@ class Trace(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "Each rank and shard leaves its part in trace.folder or, if that is not set, in the folder FILE.parts; "
             '"DYNAMIC" is "", and leaves it to `start_timeline`; "" is off',
             allowed='the path of a file, "DYNAMIC" or ""',
-            path_but=("", "DYNAMIC"),
+            path_unless=("", "DYNAMIC"),
             pattern=r"^[^\x00]*\Z",
         ),
     ] = ""
@@ -619,7 +621,7 @@ class Trace(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "folder where every rank leaves a table of its collectives when it ends, omnireduce_profile.RANK; "
             '"1" is the current folder; "" and "0" are off (variable: OMNIREDUCE_PROFILE)',
             allowed='the path of a folder, "1", "0" or ""',
-            path_but=("", "0", "1"),
+            path_unless=("", "0", "1"),
             pattern=r"^[^\x00]*\Z",
         ),
     ] = ""

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import ConfigError, UsageError, show
-from omnireduce.support.addresses import Address, normal, parse_address, parse_listen
+from omnireduce.support.addresses import Address, normalize_address, parse_address, parse_listen
 from omnireduce.support.config.schema import Config, Section
 from omnireduce.support.files.paths import whole_path
 
@@ -26,7 +26,7 @@ FRAMING_BYTES = 2048  # bytes that a message needs in its slot beside one block
 WIDEST_ELEMENT_BYTES = 8
 
 
-def unknown(word: str, allowed: Iterable[str]) -> str:
+def expected_one_of(word: str, allowed: Iterable[str]) -> str:
     """`expected one of ...`, with a hint if an allowed word is close to `word`, or another section has this key."""
     names = list(allowed)
     close = difflib.get_close_matches(word.lower(), names, n=1)
@@ -38,7 +38,7 @@ def unknown(word: str, allowed: Iterable[str]) -> str:
 def _check_aggregators(addresses: tuple[str, ...]) -> None:
     seen: set[Address] = set()
     for text in addresses:
-        address = normal(parse_address(text))
+        address = normalize_address(parse_address(text))
         if address.port == 0:
             raise ConfigError(f"got {show(text)}, expected a port between 1 and 65535")
         if address in seen:
@@ -46,7 +46,7 @@ def _check_aggregators(addresses: tuple[str, ...]) -> None:
         seen.add(address)
 
 
-def _check_if_any(address: str) -> None:
+def _check_unless_empty(address: str) -> None:
     if address:
         parse_listen(address)
 
@@ -55,7 +55,7 @@ _CHECKS: dict[str, Callable[[Any], object]] = {
     "cluster.aggregators": _check_aggregators,
     "aggregator.listen": parse_listen,
     "aggregator.upstream": _check_aggregators,
-    "metrics.listen": _check_if_any,
+    "metrics.listen": _check_unless_empty,
 }
 
 
@@ -70,7 +70,7 @@ class Key:
     meaning: str
     unit: str
     allowed: str
-    path_but: tuple[str, ...] | None = None  # the value is a path, unless it is one of these words
+    path_unless: tuple[str, ...] | None = None  # the value is a path, unless it is one of these words
 
     @property
     def path(self) -> str:
@@ -79,33 +79,33 @@ class Key:
     def is_list_in(self, text: str) -> bool:
         """Whether `text`, which is no TOML, means a list: if only a list is allowed, or if a list is allowed and the
         text has a comma."""
-        hint = _bare(self.type)
-        may_be_list = any(get_origin(_bare(member)) is tuple for member in get_args(hint))
+        hint = _without_annotations(self.type)
+        may_be_list = any(get_origin(_without_annotations(member)) is tuple for member in get_args(hint))
         return get_origin(hint) is tuple or (may_be_list and "," in text)
 
     def read(self, value: object, file: str | Path | None = None) -> object:
         """The value as its type: lists become tuples, and paths become absolute. A relative path is in the folder of
         the `file` that gives the value, or in the current folder. Raises ConfigError if the value is not allowed."""
         try:
-            typed: object = msgspec.convert(value, self.type)
+            converted: object = msgspec.convert(value, self.type)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
-            at = re.search(r"\$\[(\d+)\]", str(error))
-            if at is not None and isinstance(value, (list, tuple)):
-                value = value[int(at[1])]
+            position = re.search(r"\$\[(\d+)\]", str(error))
+            if position is not None and isinstance(value, (list, tuple)):
+                value = value[int(position[1])]
             unit = f" (unit: {self.unit})" if self.unit else ""
             raise ConfigError(f"got {show(value)}, expected {self.allowed}{unit}") from None
         if self.path in _CHECKS:
-            _CHECKS[self.path](typed)
-        return typed if self.path_but is None else self._whole(str(typed).strip(), file)
+            _CHECKS[self.path](converted)
+        return converted if self.path_unless is None else self._whole(str(converted).strip(), file)
 
     def _whole(self, text: str, file: str | Path | None) -> str:
         try:
-            return text if text in (self.path_but or ()) else str(whole_path(text, file))
+            return text if text in (self.path_unless or ()) else str(whole_path(text, file))
         except UsageError as error:
             raise ConfigError(f"got {show(text)}: {error}") from None
 
 
-def _bare(hint: Any) -> Any:
+def _without_annotations(hint: Any) -> Any:
     """A type without its annotations."""
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
@@ -149,7 +149,7 @@ def keys_of(section: str, struct: type[msgspec.Struct]) -> Iterator[Key]:
             meaning=metas[-1].description or "",
             unit=extra.get("unit", ""),
             allowed=_allowed(field.type),
-            path_but=extra.get("path_but"),
+            path_unless=extra.get("path_unless"),
         )
 
 
@@ -157,7 +157,7 @@ SECTIONS: dict[str, type[Section]] = {field.name: field.type for field in msgspe
 KEYS: dict[str, Key] = {key.path: key for name, struct in SECTIONS.items() for key in keys_of(name, struct)}
 
 
-def names_in(section: str) -> list[str]:
+def keys_of_section(section: str) -> list[str]:
     """The keys of a section, in order."""
     return [key.name for key in KEYS.values() if key.section == section]
 
@@ -165,18 +165,18 @@ def names_in(section: str) -> list[str]:
 def conflicts(config: Config) -> Iterator[dict[str, str]]:
     """Values that do not fit together. For each conflict: its keys, each with the values allowed beside the others."""
     protocol, bench, daemon = config.protocol, config.bench, config.aggregator
-    most = (protocol.slot_bytes - FRAMING_BYTES) // WIDEST_ELEMENT_BYTES
+    max_block_size = (protocol.slot_bytes - FRAMING_BYTES) // WIDEST_ELEMENT_BYTES
     bench_sizes = bench.block_size if isinstance(bench.block_size, tuple) else (bench.block_size,)
     for path, block_size in [
         ("protocol.block_size", protocol.block_size),
         ("bench.block_size", max(bench_sizes)),
     ]:
-        if block_size > most:
-            least = block_size * WIDEST_ELEMENT_BYTES + FRAMING_BYTES
-            why = f"(a slot holds {WIDEST_ELEMENT_BYTES} bytes per element of a block and {FRAMING_BYTES} more)"
+        if block_size > max_block_size:
+            min_slot_bytes = block_size * WIDEST_ELEMENT_BYTES + FRAMING_BYTES
+            reason = f"(a slot holds {WIDEST_ELEMENT_BYTES} bytes per element of a block and {FRAMING_BYTES} more)"
             yield {
-                path: f"at most {most} because protocol.slot_bytes is {protocol.slot_bytes} {why}",
-                "protocol.slot_bytes": f"at least {least} because {path} is {block_size} {why}",
+                path: f"at most {max_block_size} because protocol.slot_bytes is {protocol.slot_bytes} {reason}",
+                "protocol.slot_bytes": f"at least {min_slot_bytes} because {path} is {block_size} {reason}",
             }
     ops = bench.op if isinstance(bench.op, tuple) else (bench.op,)
     dtypes = bench.dtype if isinstance(bench.dtype, tuple) else (bench.dtype,)

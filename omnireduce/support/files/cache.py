@@ -20,15 +20,16 @@ def cache_folders(environ: Mapping[str, str] = os.environ) -> list[Path]:
     A user without a home has no folder of its own. Root has none in the home of somebody else, as sudo may leave it:
     that user could not write to it later.
     """
-    named, base, folders = environ.get(CACHE_VARIABLE, ""), environ.get("XDG_CACHE_HOME", ""), list[Path]()
-    if named:
+    from_variable, cache_home = environ.get(CACHE_VARIABLE, ""), environ.get("XDG_CACHE_HOME", "")
+    folders = list[Path]()
+    if from_variable:
         with suppress(UsageError):  # a cache that cannot be used is none
-            folders.append(whole_path(named))
-    if os.path.isabs(base):
-        return [*folders, Path(base) / "omnireduce"]
+            folders.append(whole_path(from_variable))
+    if os.path.isabs(cache_home):
+        return [*folders, Path(cache_home) / "omnireduce"]
     try:
         home = Path.home()
-        is_ours = os.geteuid() != 0 or home.stat().st_uid == 0
+        is_own_home = os.geteuid() != 0 or home.stat().st_uid == 0
     except (RuntimeError, OSError):
         return folders
-    return [*folders, home / ".cache" / "omnireduce"] if is_ours else folders
+    return [*folders, home / ".cache" / "omnireduce"] if is_own_home else folders

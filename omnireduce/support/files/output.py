@@ -23,9 +23,9 @@ def check_writable(path: str | Path) -> None:
         raise UsageError(f"{path}: is a directory, expected a file name")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.parent}")
-    place = path if _is_special(path) else path.parent
-    if not os.access(place, os.W_OK):
-        raise UsageError(f"{path}: no permission to write to {place}")
+    target = path if _is_special(path) else path.parent
+    if not os.access(target, os.W_OK):
+        raise UsageError(f"{path}: no permission to write to {target}")
 
 
 def _is_special(path: Path) -> bool:

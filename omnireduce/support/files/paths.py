@@ -17,7 +17,7 @@ from omnireduce.errors import ConfigError, OmniReduceError, UsageError
 
 MOST_BYTES = 1 << 20  # the largest text file
 PIPE_S = 60.0  # the longest wait of a reader for a writer of a named pipe
-MARK = codecs.BOM_UTF8
+BYTE_ORDER_MARK = codecs.BOM_UTF8
 _UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -27,11 +27,11 @@ def user_path(path: str | Path, beside: str | Path | None = None) -> Path:
 
     Raises UsageError if the home folder is not known, and for a relative path if the current folder is gone.
     """
-    named = Path(path.strip() if isinstance(path, str) else path)
+    path_as_given = Path(path.strip() if isinstance(path, str) else path)
     try:
-        expanded = named.expanduser()
+        expanded = path_as_given.expanduser()
     except RuntimeError:
-        raise UsageError(f"{shown(named)}: no home folder {shown(named.parts[0])} is known") from None
+        raise UsageError(f"{shown(path_as_given)}: no home folder {shown(path_as_given.parts[0])} is known") from None
     if beside is not None and os.path.isfile(beside):  # the folder of a pipe, for example, would make no sense
         return Path(beside).parent / expanded
     if not expanded.is_absolute():
@@ -44,8 +44,8 @@ def whole_path(path: str | Path, beside: str | Path | None = None) -> Path:
 
     Raises the errors of `user_path`.
     """
-    named = user_path(path, beside)
-    return named if named.is_absolute() else current_folder() / named
+    expanded = user_path(path, beside)
+    return expanded if expanded.is_absolute() else current_folder() / expanded
 
 
 def current_folder() -> Path:
@@ -76,8 +76,8 @@ def read_text(
         raise error(f"{source}: no such file, expected {expected}") from None
     except IsADirectoryError:
         raise error(f"{source}: is a directory, expected {expected}") from None
-    except (OSError, UsageError, ValueError) as why:  # ValueError: a NUL in its name
-        raise error(f"{source}: cannot be read: {getattr(why, 'strerror', None) or why}") from None
+    except (OSError, UsageError, ValueError) as cause:  # ValueError: a NUL in its name
+        raise error(f"{source}: cannot be read: {getattr(cause, 'strerror', None) or cause}") from None
     if len(data) > most_bytes:
         raise error(f"{source}: got more than {most_bytes} bytes, expected {expected}")
     return decode_text(data, source, expected=expected, error=error)
@@ -105,9 +105,9 @@ def decode_text(
     if data.startswith(_UTF_16):
         raise error(f"{source}: is UTF-16, expected {expected} in UTF-8")
     try:
-        text = data.removeprefix(MARK).decode()
-    except UnicodeDecodeError as why:
-        raise error(f"{source}: not UTF-8 (at byte {why.start}), expected {expected}") from None
+        text = data.removeprefix(BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as cause:
+        raise error(f"{source}: not UTF-8 (at byte {cause.start}), expected {expected}") from None
     return re.sub("\r\n?", "\n", text)
 
 

@@ -110,11 +110,13 @@ class _Entry(msgspec.Struct, frozen=True):
 def _read_safetensors(path: Path, name: str | None) -> Iterator[Tensor]:
     entries, start = _safetensors_header(path)
     data = np.memmap(path, np.uint8, mode="r", offset=0)[start:]
-    at = 0
+    expected_begin = 0
     for key, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = entry.data_offsets
-        if begin != at or end < begin or end > data.size:
-            raise FileError(f"{path}: tensor {key!r} is at bytes {begin} to {end} of {data.size}, expected it at {at}")
+        if begin != expected_begin or end < begin or end > data.size:
+            raise FileError(
+                f"{path}: tensor {key!r} is at bytes {begin} to {end} of {data.size}, expected it at {expected_begin}"
+            )
         dtype = _SAFETENSORS_DTYPES.get(entry.dtype)
         if dtype is None:
             raise FileError(f"{path}: tensor {key!r} is of the unknown dtype {entry.dtype[:40]!r}")
@@ -124,9 +126,9 @@ def _read_safetensors(path: Path, name: str | None) -> Iterator[Tensor]:
             raise FileError(f"{path}: tensor {key!r} has {end - begin} bytes, expected {nbytes} for {shape}")
         if name in (None, key):
             yield Tensor(key, tuple(entry.shape), data[begin:end].view(dtype))
-        at = end
-    if at != data.size:
-        raise FileError(f"{path}: {data.size - at} bytes behind the last tensor")
+        expected_begin = end
+    if expected_begin != data.size:
+        raise FileError(f"{path}: {data.size - expected_begin} bytes behind the last tensor")
 
 
 def _safetensors_header(path: Path) -> tuple[dict[str, _Entry], int]:

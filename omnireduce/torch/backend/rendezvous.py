@@ -36,13 +36,13 @@ from omnireduce.support.addresses import (
     is_loopback,
     is_numeric,
     listen,
+    listening_target,
     loopback,
     own_addresses,
     reachable_address,
-    where_to_listen,
 )
 from omnireduce.support.logs import tagged
-from omnireduce.support.os_error_origin import from_a_handler
+from omnireduce.support.os_error_origin import raised_by_signal_handler
 
 MAX_ADDRESSES = 8  # addresses of a host
 CHOSEN_BY_USER = "GLOO_SOCKET_IFNAME"  # names of interfaces, as gloo reads them
@@ -259,7 +259,7 @@ class SignpostRendezvous:
 
     def _serve(self, size: int, timeout: timedelta) -> dist.TCPStore:
         store = dist.TCPStore(
-            where_to_listen(self._point.address).host, self._port, size,
+            listening_target(self._point.address).host, self._port, size,
             is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True,
         )  # fmt: skip
         keep_store(store)
@@ -334,7 +334,7 @@ def _ask_signpost(point: MeetingPoint, port: int, wait_s: float) -> Address | No
                 chunk = connection.recv(MAX_SIGNPOST_BYTES - len(received))
                 received += chunk
     except OSError as error:
-        if from_a_handler(error):
+        if raised_by_signal_handler(error):
             raise
         if isinstance(error, TimeoutError):
             raise _SilentError from None
