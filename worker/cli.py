@@ -172,7 +172,7 @@ def train(
         run_train,
     )
 
-    named = named_methods(methods)
+    method_names = named_methods(methods)
     if plot_path is not None:
         check_plot(plot_path)
 
@@ -181,7 +181,7 @@ def train(
         if corpus is not None:
             status = run_elastic_train(comm, config, corpus, json_path=json_path)
         elif methods:
-            status = run_methods(comm, config, named, json_path=json_path, plot_path=plot_path)
+            status = run_methods(comm, config, method_names, json_path=json_path, plot_path=plot_path)
         else:
             status = run_train(comm, config, json_path=json_path, against_mpi=against == "mpi", gradients_folder=folder)
     finalize()

@@ -9,7 +9,7 @@ import click
 
 from omnireduce.support.cli import whole_numbers
 
-MOST = 1 << 40  # of elements, or of jobs
+LARGEST_NUMBER = 1 << 40  # of elements, or of jobs
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -22,7 +22,7 @@ def launch_options(command: _F) -> _F:
 
 def numbers(text: str, option: str) -> list[int]:
     """The numbers in `1,4,8`, all 1 or more. Raises BadParameter."""
-    parsed = whole_numbers(text, 1, MOST)
-    if not parsed:
+    values = whole_numbers(text, 1, LARGEST_NUMBER)
+    if not values:
         raise click.BadParameter(f"got {text[:80]!r}, expected numbers like 1,1000, up to 2^40", param_hint=option)
-    return parsed
+    return values

@@ -31,7 +31,7 @@ from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import tagged
 from omnireduce.switchml.dummy import DUMMY_THREADS, DummyCommunicator, DummyExchange
 from omnireduce.switchml.job import Distribution, Job, JobState, Starter, Stats
-from omnireduce.switchml.packets import Exchange, Instant, OverTheService, Packets
+from omnireduce.switchml.packets import Exchange, InstantStarter, PacketStarter, ServiceExchange
 from omnireduce.switchml.settings import Settings, load_settings
 
 _log = logging.getLogger("omnireduce")
@@ -56,7 +56,7 @@ class Context:
     """
 
     _instance: ClassVar[Context | None] = None
-    _making: ClassVar[threading.Lock] = threading.Lock()
+    _instance_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -65,14 +65,14 @@ class Context:
         self._starter: Starter | None = None
         self._queue = deque[Job | Exception]()  # an error stands for a refused job
         self._running: list[Job] = []
-        self._begun = Counter[int]()  # number of jobs in each generation of the communicator
+        self._started_counts = Counter[int]()  # number of jobs in each generation of the communicator
         self._thread: threading.Thread | None = None  # starts the jobs in the queue
         self.reset_stats()
 
     @classmethod
     def instance(cls) -> Context:
         """The context of this process; the first call makes it."""
-        with cls._making:
+        with cls._instance_lock:
             if Context._instance is None:
                 Context._instance = Context()
             return Context._instance
@@ -117,15 +117,15 @@ class Context:
             settings = load_settings(config) if config is None or isinstance(config, str | Path) else config
             if isinstance(settings, Config):
                 settings = Settings(settings)
-            who = (settings.rank, settings.size) if rank is None and size is None else (rank, size)
-            comm, starter = _opened(settings, *who)
+            rank_and_size = (settings.rank, settings.size) if rank is None and size is None else (rank, size)
+            comm, starter = _open(settings, *rank_and_size)
             if comm.rank == 0 and settings.unused:
                 text = "%s: these keys mean nothing here: %s"
                 _log.info(text, settings.source, ", ".join(settings.unused), extra=tagged("switchml_cfg"))
         finally:
             with self._changed:
                 self._comm, self._starter = comm or self._comm, starter
-                self._begun.clear()
+                self._started_counts.clear()
                 self._state = ContextState.STOPPED if comm is None else ContextState.RUNNING
                 self._changed.notify_all()
         return self
@@ -148,12 +148,12 @@ class Context:
                     self._count(job)
             self._changed.notify_all()
         try:
-            if isinstance(self._starter, Packets):
+            if isinstance(self._starter, PacketStarter):
                 self._starter.stop()
             self.communicator.shutdown()
         finally:
             with self._changed:
-                self._settle()
+                self._count_finished_jobs()
                 self._state = ContextState.STOPPED
                 self._changed.notify_all()
 
@@ -204,12 +204,12 @@ class Context:
         with self._changed:
             if self._state is not ContextState.RUNNING:
                 raise UsageError(f"the context is {self._state.value} and takes no jobs; call start() first")
-            self._settle()
+            self._count_finished_jobs()
             with told_to_others(self):
                 job.enter()
             self._submitted[job.x.size] += 1
-            if self._queue or self._in_the_way_of(job) is not None:
-                self._let_a_thread_start_jobs()
+            if self._queue or self._find_collision(job) is not None:
+                self._ensure_thread()
                 self._queue.append(job)
                 self._changed.notify_all()
             else:
@@ -224,34 +224,34 @@ class Context:
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             jobs = [*self._running, *(queued for queued in self._queue if isinstance(queued, Job))]
-        first = None
+        first_error = None
         for job in jobs:
             try:
                 job.wait(None if end is None else max(0.0, end - time.monotonic()))
             except OmniReduceError as error:
-                first = first or error
-        if first is not None:
-            raise first
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
     @property
     def stats(self) -> Stats:
         """Counters of the work so far. Raises nothing, even after `stop`."""
         with self._changed:
-            self._settle()
-            moved = None if self._comm is None else self._comm.statistics()
+            self._count_finished_jobs()
+            statistics = None if self._comm is None else self._comm.statistics()
             return Stats(
                 jobs_submitted=self._submitted.total(),
                 jobs_finished=self._ended[JobState.FINISHED],
                 jobs_failed=self._ended[JobState.FAILED],
                 sizes=Distribution.of(self._submitted.elements()),
-                sent_bytes=0 if moved is None else moved.sent_bytes,
-                received_bytes=0 if moved is None else moved.received_bytes,
+                sent_bytes=0 if statistics is None else statistics.sent_bytes,
+                received_bytes=0 if statistics is None else statistics.received_bytes,
             )
 
     def reset_stats(self) -> None:
         """Count jobs anew from now on. Jobs under way count when they end."""
         with self._changed:
-            self._settle()
+            self._count_finished_jobs()
             self._submitted, self._ended = Counter[int](), Counter[JobState]()
 
     # all with the lock held
@@ -260,22 +260,22 @@ class Context:
         """Let the ranks exchange a job. Where that raises, the job has failed."""
         generation, starter = self.communicator.generation, self._starter
         assert starter is not None
-        self._begun[generation] += 1  # a rank that comes new to an elastic job counts as the others do
+        self._started_counts[generation] += 1  # a rank that comes new to an elastic job counts as the others do
         try:
-            job.start(starter, f"switchml job {self._begun[generation]}")
+            job.start(starter, f"switchml job {self._started_counts[generation]}")
         except OmniReduceError as error:
             job.fail(error)
             self._count(job)
             raise
         self._running.append(job)
 
-    def _begin_next(self, job: Job | Exception) -> None:
+    def _begin_or_refuse(self, job: Job | Exception) -> None:
         if isinstance(job, Job):
             self._begin(job)
         else:
             self.communicator.refuse(job)
 
-    def _settle(self) -> None:
+    def _count_finished_jobs(self) -> None:
         """Count the jobs that are over."""
         for job in [job for job in self._running if job.over]:
             self._running.remove(job)
@@ -284,12 +284,12 @@ class Context:
     def _count(self, job: Job) -> None:
         self._ended[job.state] += 1
 
-    def _in_the_way_of(self, job: Job) -> Job | None:
-        return next((other for other in self._running if not other.over and other.collides(job)), None)
+    def _find_collision(self, job: Job) -> Job | None:
+        return next((running for running in self._running if not running.over and running.collides(job)), None)
 
     # the queue
 
-    def _let_a_thread_start_jobs(self) -> None:
+    def _ensure_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._start_jobs, name="omnireduce-switchml", daemon=True)
             self._thread.start()
@@ -303,39 +303,41 @@ class Context:
                     self._thread = None
                     return
                 job = self._queue[0]
-                before = self._in_the_way_of(job) if isinstance(job, Job) else None
-                if before is None:
+                blocking = self._find_collision(job) if isinstance(job, Job) else None
+                if blocking is None:
                     self._queue.popleft()
                     with suppress(OmniReduceError):  # the job has it
-                        self._begin_next(job)
-            if before is not None:
+                        self._begin_or_refuse(job)
+            if blocking is not None:
                 with exit_gate, suppress(OmniReduceError):
-                    before.wait()
+                    blocking.wait()
 
 
-def _opened(settings: Settings, rank: int | None, size: int | None) -> tuple[Communicator | DummyCommunicator, Starter]:
+def _open(settings: Settings, rank: int | None, size: int | None) -> tuple[Communicator | DummyCommunicator, Starter]:
     """The communicator of a context, and the starter of its jobs. Raises ConfigError, and what `connect` raises."""
-    config, way = settings.config, settings.in_packets
+    config, packet_settings = settings.config, settings.in_packets
     comm: Communicator | DummyCommunicator
-    if way is None or way.dummy is None:
+    if packet_settings is None or packet_settings.dummy is None:
         comm, threads = connect(config, rank=rank, size=size), 1  # ranks are in step: more threads gain nothing
-        exchange: Exchange = OverTheService(comm)
+        exchange: Exchange = ServiceExchange(comm)
         starter: Starter = comm
     else:
         launch = own_launch(rank=rank, size=size)
         comm, threads = DummyCommunicator(config, launch.rank, launch.size), config.transport.threads or DUMMY_THREADS
-        exchange = DummyExchange(comm.size, way.dummy, threads)
+        exchange = DummyExchange(comm.size, packet_settings.dummy, threads)
         if comm.rank == 0:
             text = "backend = dummy: nothing is exchanged, and a sum is what this rank has, times the number of ranks"
             _log.warning("%s: %s", settings.source, text, extra=tagged("switchml_dummy"))
     if settings.completes_instantly:
-        return comm, Instant()
-    if way is None:
+        return comm, InstantStarter()
+    if packet_settings is None:
         return comm, starter
-    batch = max(1, way.max_outstanding_packets // threads)
+    batch = max(1, packet_settings.max_outstanding_packets // threads)
     try:
-        processors = [way.processor(comm.size, way.packet_numel, batch) for _ in range(threads)]
+        processors = [packet_settings.processor(comm.size, packet_settings.packet_numel, batch) for _ in range(threads)]
     except BaseException as error:  # it is a user's own, and may raise anything, also SystemExit
         comm.__exit__(type(error), error, error.__traceback__)
-        raise UsageError(f"the prepostprocessor {way.processor.__name__} cannot be made: {in_a_line(error)}") from error
-    return comm, Packets(exchange, processors)
+        raise UsageError(
+            f"the prepostprocessor {packet_settings.processor.__name__} cannot be made: {in_a_line(error)}"
+        ) from error
+    return comm, PacketStarter(exchange, processors)

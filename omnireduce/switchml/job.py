@@ -117,8 +117,8 @@ class Job:
         if self.x.dtype not in DTYPES:
             raise UsageError(f"x is of {self.x.dtype}, expected float32 or int32; omnireduce.allreduce has other types")
         if self.out.dtype != self.x.dtype or self.out.shape != self.x.shape:
-            what = f"out is {self.out.dtype}{list(self.out.shape)}, x is {self.x.dtype}{list(self.x.shape)}"
-            raise UsageError(f"{what}: expected the same")
+            mismatch = f"out is {self.out.dtype}{list(self.out.shape)}, x is {self.x.dtype}{list(self.x.shape)}"
+            raise UsageError(f"{mismatch}: expected the same")
         flat_view(self.x, "x", writable=False)
         flat_view(self.out, "out", writable=True, advice="pass another out")
         self.in_place = self.x.ctypes.data == self.out.ctypes.data
@@ -164,9 +164,9 @@ class Job:
             raise UsageError(f"job {self.id} was not submitted: nothing to wait for; Context.submit starts it")
         end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
-            known = self._changed.wait_for(lambda: self._handle is not None or self._error is not None, timeout_s)
+            is_decided = self._changed.wait_for(lambda: self._handle is not None or self._error is not None, timeout_s)
         try:
-            if not known:
+            if not is_decided:
                 raise TimeoutError
             if self._handle is not None and self._error is None:
                 self._handle.wait(None if end is None else max(0.0, end - time.monotonic()))
@@ -213,17 +213,17 @@ class Job:
         return self.state in (JobState.FINISHED, JobState.FAILED)
 
 
-def _memory_of(x: Any, what: str) -> Array:
+def _memory_of(x: Any, name: str) -> Array:
     """An array, or the memory of a tensor of torch as one. Raises UsageError for anything else."""
     if type(x).__module__.partition(".")[0] == "torch":
         if x.device.type != "cpu":
             raise UsageError(
-                f"{what} is on {x.device}, expected a tensor on the processor; omnireduce.torch takes both"
+                f"{name} is on {x.device}, expected a tensor on the processor; omnireduce.torch takes both"
             )
         try:
             x = x.detach().numpy()
         except (TypeError, RuntimeError) as error:  # sparse, or of a type that NumPy has not
-            raise UsageError(f"{what}: {error}") from None
+            raise UsageError(f"{name}: {error}") from None
     if not isinstance(x, np.ndarray):
-        raise UsageError(f"{what} is {a_type(x)}, expected an array of NumPy or a tensor of torch")
+        raise UsageError(f"{name} is {a_type(x)}, expected an array of NumPy or a tensor of torch")
     return x

@@ -45,7 +45,7 @@ class Exchange(Protocol):
         """Let `receive` raise ClosedError soon. Other ranks hear of the error."""
 
 
-class OverTheService:
+class ServiceExchange:
     """Each batch is a sum over all ranks, which are in step."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -88,7 +88,7 @@ def exchange_slice(processor: PrePostProcessor, job_slice: JobSlice, exchange: E
     processor.cleanup_job_slice()
 
 
-class UnderWay:
+class PacketJob:
     """A job that was handed to `Packets`."""
 
     def __init__(self, future: Future[None]) -> None:
@@ -101,16 +101,16 @@ class UnderWay:
         self._future.result(timeout_s)
 
 
-class Instant:
+class InstantStarter:
     """Starts jobs that are over at once: their arrays stay as they are."""
 
-    def allreduce_async(self, x: Array, *, out: Array | None = None, name: str = "") -> UnderWay:
-        done = Future[None]()
-        done.set_result(None)
-        return UnderWay(done)
+    def allreduce_async(self, x: Array, *, out: Array | None = None, name: str = "") -> PacketJob:
+        future = Future[None]()
+        future.set_result(None)
+        return PacketJob(future)
 
 
-class Packets:
+class PacketStarter:
     """Exchanges jobs in packets; there is one processor for each thread."""
 
     def __init__(self, exchange: Exchange, processors: Sequence[PrePostProcessor]) -> None:
@@ -119,10 +119,10 @@ class Packets:
         self._jobs = ThreadPoolExecutor(1, "omnireduce-switchml-jobs")
         self._parts = ThreadPoolExecutor(len(processors), "omnireduce-switchml-part")
 
-    def allreduce_async(self, x: Array, *, out: Array | None = None, name: str = "") -> UnderWay:
+    def allreduce_async(self, x: Array, *, out: Array | None = None, name: str = "") -> PacketJob:
         """Begin, after the jobs before. It ends with ClosedError after `stop`, with UsageError where the processor
         raises, and else with what ends a collective."""
-        return UnderWay(self._jobs.submit(self._run, x.reshape(-1), (x if out is None else out).reshape(-1), name))
+        return PacketJob(self._jobs.submit(self._run, x.reshape(-1), (x if out is None else out).reshape(-1), name))
 
     def stop(self) -> None:
         """End the job that is under way, and those behind it."""
@@ -134,8 +134,8 @@ class Packets:
     def _run(self, x: Array, out: Array, name: str) -> None:
         if self._stopped.is_set():
             raise ClosedError(f"the context was stopped before {name} was begun")
-        many = len(self._processors)
-        parts = zip(self._processors, np.array_split(x, many), np.array_split(out, many), strict=True)
+        threads = len(self._processors)
+        parts = zip(self._processors, np.array_split(x, threads), np.array_split(out, threads), strict=True)
         futures = [
             self._parts.submit(exchange_slice, processor, JobSlice(*part), self._exchange, name)
             for processor, *part in parts

@@ -87,7 +87,7 @@ class CpuExponentQuantizer(PrePostProcessor):
     def setup_job_slice(self, job_slice: JobSlice) -> int:
         self._slice, self._is_float = job_slice, job_slice.x.dtype == np.float32
         self._packets = -(-job_slice.x.size // self.packet_numel)
-        self._ahead = min(self.max_batch, self._packets) if self._is_float else 0
+        self._packets_ahead = min(self.max_batch, self._packets) if self._is_float else 0
         self._scales = np.ones(self._packets)
         return self._packets
 
@@ -95,7 +95,7 @@ class CpuExponentQuantizer(PrePostProcessor):
         return bool(self._is_float)
 
     def preprocess_single(self, packet: int, entries: Array, extra_info: Array) -> None:
-        number = packet - self._ahead
+        number = packet - self._packets_ahead
         if number >= 0:
             part = self._part(self._slice.x, number)
             scaled = np.rint(part * self._scales[number]) if self._is_float else part
@@ -104,15 +104,15 @@ class CpuExponentQuantizer(PrePostProcessor):
             extra_info[0] = self._exponent(self._part(self._slice.x, packet))
 
     def postprocess_single(self, packet: int, entries: Array, extra_info: Array) -> None:
-        number = packet - self._ahead
+        number = packet - self._packets_ahead
         if number >= 0:
             part = self._part(self._slice.out, number)
             with np.errstate(over="ignore"):  # infinity says it
                 part[:] = entries[: part.size] / self._scales[number] if self._is_float else entries[: part.size]
         if self._is_float and packet < self._packets:
             exponent = int(extra_info[0])
-            most = np.iinfo(np.int32).max - self.num_workers  # each rank may round up
-            self._scales[packet] = np.nan if exponent == self.NOT_FINITE else most / (self.num_workers * 2.0**exponent)
+            limit = np.iinfo(np.int32).max - self.num_workers  # each rank may round up
+            self._scales[packet] = np.nan if exponent == self.NOT_FINITE else limit / (self.num_workers * 2.0**exponent)
 
     def _part(self, tensor: Array, number: int) -> Array:
         return tensor[number * self.packet_numel : (number + 1) * self.packet_numel]
@@ -124,4 +124,4 @@ class CpuExponentQuantizer(PrePostProcessor):
         return int(np.frexp(largest)[1]) if largest else self.SMALLEST
 
 
-READY: Mapping[str, type[PrePostProcessor]] = {"cpu_exponent_quantizer": CpuExponentQuantizer, "bypass": Bypass}
+BUILT_IN: Mapping[str, type[PrePostProcessor]] = {"cpu_exponent_quantizer": CpuExponentQuantizer, "bypass": Bypass}

@@ -21,10 +21,10 @@ from omnireduce.support.config import Config, load_config
 from omnireduce.support.config.validation import expected_one_of
 from omnireduce.support.files.paths import read_text
 from omnireduce.support.loading import load_named
-from omnireduce.switchml.prepostprocessor import READY, PrePostProcessor
+from omnireduce.switchml.prepostprocessor import BUILT_IN, PrePostProcessor
 
 LARGEST_BLOCK = 1024  # SwitchML sends packets of 64 to 1024 elements; a tensor is padded to whole blocks
-MOST_THREADS = 64
+MAX_THREADS = 64
 ENDING = ".cfg"
 BACKEND, PROCESSOR = "general.backend", "general.prepostprocessor"
 DEFAULT = "cpu_exponent_quantizer"
@@ -68,14 +68,14 @@ class _Allowed(NamedTuple):
     read: Callable[[str], object]
 
 
-def _between(least: int, most: int) -> _Allowed:
+def _between(smallest: int, largest: int) -> _Allowed:
     def read(text: str) -> int:
         value = int(text)
-        if not least <= value <= most:
+        if not smallest <= value <= largest:
             raise ValueError
         return value
 
-    return _Allowed(f"an int from {least} to {most}", read)
+    return _Allowed(f"an int from {smallest} to {largest}", read)
 
 
 def _one_of(*words: str) -> _Allowed:
@@ -90,7 +90,7 @@ def _rate(text: str) -> float:
 
 
 def _processor(text: str) -> str:
-    if text not in READY and ":" not in text:
+    if text not in BUILT_IN and ":" not in text:
         raise ValueError
     return text
 
@@ -104,12 +104,12 @@ _SWITCH = _Allowed("true or false", {"true": True, "1": True, "false": False, "0
 KEYS: dict[str, _Allowed] = {
     "general.rank": _NUMBER,
     "general.num_workers": _POSITIVE,
-    "general.num_worker_threads": _between(1, MOST_THREADS),
+    "general.num_worker_threads": _between(1, MAX_THREADS),
     "general.max_outstanding_packets": _POSITIVE,
     "general.packet_numel": _POSITIVE,
     "general.backend": _one_of("dummy", "dpdk", "rdma"),
     "general.scheduler": _one_of("fifo"),
-    "general.prepostprocessor": _Allowed(f"one of {', '.join(READY)}, or module:Class", _processor),
+    "general.prepostprocessor": _Allowed(f"one of {', '.join(BUILT_IN)}, or module:Class", _processor),
     "general.instant_job_completion": _SWITCH,
     "general.controller_ip": _TEXT,
     "general.controller_port": _between(1, 65535),
@@ -131,7 +131,7 @@ KEYS: dict[str, _Allowed] = {
         )
     },
 }  # fmt: skip
-DIRECT = {  # what each of them sets
+OWN_KEYS = {  # what each of them sets
     "general.num_worker_threads": "transport.threads",
     "backend.rdma.device_name": "verbs.device",
     "backend.rdma.device_port_id": "verbs.port",
@@ -139,7 +139,7 @@ DIRECT = {  # what each of them sets
 }
 
 
-class _Given(NamedTuple):
+class _Setting(NamedTuple):
     line: int
     value: Any
 
@@ -178,23 +178,25 @@ def load_settings(
     `places` that exists is read; by default these are /etc/switchml.cfg, ./switchml.cfg and ./switchml-HOSTNAME.cfg. If
     none exists, the defaults apply. Raises ConfigError, one line, for the first mistake.
     """
-    is_ours = path is not None and str(path).endswith(ENDING)
+    is_cfg = path is not None and str(path).endswith(ENDING)
     if places is None:
         places = ("/etc/switchml.cfg", "switchml.cfg", f"switchml-{socket.gethostname()}.cfg")
-    file = _File(str(path) if is_ours else next((str(place) for place in places if Path(place).exists()), ""))
-    rank, size = _told(file, environ)
-    defaults = _defaults(file)
-    config = load_config(None if is_ours else path, overrides=overrides, environ=environ, defaults=defaults)
-    in_packets, is_instant = _in_packets(file, config), file.get("general.instant_job_completion", False)
-    unused = [name.removeprefix("general.") for name in file.keys if name not in file.used]
-    if in_packets is None and file.get("general.packet_numel", 0) > LARGEST_BLOCK:
+    cfg_file = _File(
+        str(path) if is_cfg else next((str(candidate) for candidate in places if Path(candidate).exists()), "")
+    )
+    rank, size = _rank_and_size(cfg_file, environ)
+    defaults = _defaults(cfg_file)
+    config = load_config(None if is_cfg else path, overrides=overrides, environ=environ, defaults=defaults)
+    in_packets, is_instant = _packet_settings(cfg_file, config), cfg_file.get("general.instant_job_completion", False)
+    unused = [name.removeprefix("general.") for name in cfg_file.keys if name not in cfg_file.used]
+    if in_packets is None and cfg_file.get("general.packet_numel", 0) > LARGEST_BLOCK:
         unused.append(f"packet_numel above {LARGEST_BLOCK}")
     return Settings(
-        config, rank, size, file.source, tuple(unused), in_packets=in_packets, completes_instantly=is_instant
+        config, rank, size, cfg_file.source, tuple(unused), in_packets=in_packets, completes_instantly=is_instant
     )
 
 
-def _told(file: _File, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
+def _rank_and_size(file: _File, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Rank and number of workers, if the file has one of them and no launcher started this process: all ranks of a
     launcher may share one file. Raises ConfigError for a rank that is not below the number of workers."""
     if not {"general.rank", "general.num_workers"} & file.keys.keys() or detect_launch(environ).launcher != "none":
@@ -208,7 +210,7 @@ def _told(file: _File, environ: Mapping[str, str]) -> tuple[int | None, int | No
 def _defaults(file: _File) -> dict[str, tuple[str, object]]:
     """The values of our own configuration that the keys set, each with its place in the file."""
     is_rdma = file.peek(BACKEND, "") == "rdma"
-    direct = {name: key for name, key in DIRECT.items() if is_rdma or not name.startswith("backend")}
+    direct = {name: key for name, key in OWN_KEYS.items() if is_rdma or not name.startswith("backend")}
     defaults = {key: (file.where(name), file.get(name, None)) for name, key in direct.items() if name in file.keys}
     if "general.packet_numel" in file.keys and not _needs_packets(file):
         block = min(file.get("general.packet_numel", 0), LARGEST_BLOCK)
@@ -218,75 +220,76 @@ def _defaults(file: _File) -> dict[str, tuple[str, object]]:
 
 def _needs_packets(file: _File) -> bool:
     """Whether jobs travel in packets: over the dummy backend, or with a processor that the user wrote."""
-    return file.peek(BACKEND, "") == "dummy" or file.peek(PROCESSOR, DEFAULT) not in READY
+    return file.peek(BACKEND, "") == "dummy" or file.peek(PROCESSOR, DEFAULT) not in BUILT_IN
 
 
-def _in_packets(file: _File, config: Config) -> PacketSettings | None:
+def _packet_settings(file: _File, config: Config) -> PacketSettings | None:
     """Settings of jobs that travel in packets; None if they do not. Raises ConfigError."""
     if not _needs_packets(file):
         return None
     name, dummy = file.get(PROCESSOR, DEFAULT), None
     if file.peek(BACKEND, "") == "dummy":
-        usual = Dummy()
+        default = Dummy()
         dummy = Dummy(
-            file.get("backend.dummy.bandwidth", usual.bandwidth_mbps),
-            file.get("backend.dummy.process_packets", usual.process_packets),
+            file.get("backend.dummy.bandwidth", default.bandwidth_mbps),
+            file.get("backend.dummy.process_packets", default.process_packets),
         )
         file.used |= {BACKEND, "general.scheduler"}
-    usual_numel, usual_most = (
+    default_numel, default_outstanding = (
         PacketSettings._field_defaults[field] for field in ("packet_numel", "max_outstanding_packets")
     )
-    most = file.get("general.max_outstanding_packets", usual_most)
-    if most < (config.transport.threads or 1):
+    outstanding = file.get("general.max_outstanding_packets", default_outstanding)
+    if outstanding < (config.transport.threads or 1):
         raise ConfigError(
-            f"{file.where('general.max_outstanding_packets')}: got {most}, expected at least one for each of "
+            f"{file.where('general.max_outstanding_packets')}: got {outstanding}, expected at least one for each of "
             f"{config.transport.threads} threads"
         )
-    processor = READY[name] if name in READY else _own_processor(name, file.where(PROCESSOR))
-    return PacketSettings(processor, file.get("general.packet_numel", usual_numel), most, dummy)
+    processor = BUILT_IN[name] if name in BUILT_IN else _load_processor(name, file.where(PROCESSOR))
+    return PacketSettings(processor, file.get("general.packet_numel", default_numel), outstanding, dummy)
 
 
-def _own_processor(name: str, where: str) -> type[PrePostProcessor]:
+def _load_processor(name: str, position: str) -> type[PrePostProcessor]:
     try:
         processor = load_named(name, name, "module:Class")
     except UsageError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{position}: {error}") from error
     if not (isinstance(processor, type) and issubclass(processor, PrePostProcessor)):
         raise ConfigError(
-            f"{where}: {name} is {processor!r}, expected a class that derives from omnireduce.switchml.PrePostProcessor"
+            f"{position}: {name} is {processor!r}, "
+            "expected a class that derives from omnireduce.switchml.PrePostProcessor"
         )
     if missing := ", ".join(sorted(processor.__abstractmethods__)):
-        raise ConfigError(f"{where}: {name} is abstract, expected a class that has {missing}")
+        raise ConfigError(f"{position}: {name} is abstract, expected a class that has {missing}")
     return processor
 
 
-def _read(path: str) -> dict[str, _Given]:
+def _read(path: str) -> dict[str, _Setting]:
     """The keys of a file, each with its section in front. Raises ConfigError."""
-    section, given = "", dict[str, _Given]()
+    section, settings = "", dict[str, _Setting]()
     for number, line in enumerate(read_text(path, expected="a file such as switchml.cfg").split("\n"), 1):
-        text, where = re.split("[#;]", line)[0].strip(), f"{path}:{number}"
+        text, position = re.split("[#;]", line)[0].strip(), f"{path}:{number}"
         if text.startswith("[") and text.endswith("]"):
             section = text[1:-1].strip()
             if not any(name.startswith(f"{section}.") for name in KEYS):
                 names = dict.fromkeys(name.rpartition(".")[0] for name in KEYS)
-                raise ConfigError(f"{where}: {section}: unknown section, {expected_one_of(section, names)}")
+                raise ConfigError(f"{position}: {section}: unknown section, {expected_one_of(section, names)}")
         elif text:
-            name, value = _key_and_value(where, section, text)
-            if name in given:
-                raise ConfigError(f"{where}: {name}: given a second time, first in line {given[name].line}")
-            given[name] = _Given(number, value)
-    return given
+            name, value = _key_and_value(position, section, text)
+            if name in settings:
+                raise ConfigError(f"{position}: {name}: given a second time, first in line {settings[name].line}")
+            settings[name] = _Setting(number, value)
+    return settings
 
 
-def _key_and_value(where: str, section: str, line: str) -> tuple[str, object]:
+def _key_and_value(position: str, section: str, line: str) -> tuple[str, object]:
     key, equals, text = (part.strip() for part in line.partition("="))
     name = f"{section}.{key}" if section else key
     if not equals:
-        raise ConfigError(f"{where}: got {show(line)}, expected a section in brackets, or key = value")
+        raise ConfigError(f"{position}: got {show(line)}, expected a section in brackets, or key = value")
     if name not in KEYS:
-        near = [known.removeprefix(f"{section}.") for known in KEYS if known.rpartition(".")[0] == section]
-        raise ConfigError(f"{where}: {name}: unknown key, {expected_one_of(key, near or KEYS)}")
+        section_keys = [known.removeprefix(f"{section}.") for known in KEYS if known.rpartition(".")[0] == section]
+        raise ConfigError(f"{position}: {name}: unknown key, {expected_one_of(key, section_keys or KEYS)}")
     try:
         return name, KEYS[name].read(text)
     except (ValueError, KeyError):
-        raise ConfigError(f"{where}: {name}: got {show(text)}, expected {KEYS[name].text}") from None
+        raise ConfigError(f"{position}: {name}: got {show(text)}, expected {KEYS[name].text}") from None

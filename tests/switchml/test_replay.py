@@ -19,7 +19,7 @@ from local_cluster import MPIRUN, WAIT_S, Daemon, Ranks, configured, unique_job
 from omnireduce.errors import UsageError
 from omnireduce.switchml import Context
 from omnireduce.worker.cli import main
-from omnireduce.worker.switchml.benchmark import nothing
+from omnireduce.worker.switchml.benchmark import print_nothing
 from omnireduce.worker.switchml.recording import HEADER, Layer, read_layers, write_layers
 from omnireduce.worker.switchml.replay import Device, Replay, Training, _iterate
 
@@ -133,7 +133,7 @@ def test_an_iteration_may_end_with_its_sums(daemon: Daemon, overlap: str) -> Non
             training.iterate()
             assert all(job is not None and job.over for job in training._jobs)
             right = training.wrong().count
-            training.forget()
+            training.use_new_sums()
             return [right, training.wrong().count]
 
     assert Ranks(2, run).results() == [[0, 1320]] * 2
@@ -158,7 +158,7 @@ def test_the_check_sees_what_the_last_iteration_has_not_summed(
     def run(rank: int) -> int:
         with Context().start(config, rank=rank, size=2) as context:
             training = kind(context, LAYERS, ASKED)
-            _iterate(training, ASKED, nothing)
+            _iterate(training, ASKED, print_nothing)
             return training.wrong().count
 
     assert Ranks(2, run).results() == [wrong] * 2

@@ -39,12 +39,12 @@ class Library(NamedTuple):
     barrier: Callable[[], object]
 
 
-def service(comm: Communicator) -> Library:
+def make_service(comm: Communicator) -> Library:
     """omnireduce itself: it sums, and has no messages between two ranks."""
     return Library("omnireduce", None, comm.reduce, comm.allreduce, comm.barrier)
 
 
-def gloo(launch: Launch) -> Library:
+def make_gloo(launch: Launch) -> Library:
     """torch.distributed with gloo. Raises UsageError where torch is not installed, or does not know where to meet."""
     try:
         import torch
@@ -73,7 +73,7 @@ def gloo(launch: Launch) -> Library:
     )
 
 
-def mpi(launch: Launch) -> Library:
+def make_mpi(launch: Launch) -> Library:
     """mpi4py. Raises UsageError where it is not installed, or where no mpirun started these ranks."""
     try:
         from mpi4py import MPI
@@ -82,12 +82,12 @@ def mpi(launch: Launch) -> Library:
     world: Any = MPI.COMM_WORLD
     if world.Get_size() != launch.size:
         raise UsageError(f"MPI has {world.Get_size()} ranks here, the launch {launch.size}: start it with mpirun")
-    place: Any = MPI.IN_PLACE
+    in_place: Any = MPI.IN_PLACE
     return Library(
         "mpi4py",
         Messages(lambda x, peer: world.Send(x, peer), lambda x, peer: world.Recv(x, peer)),
-        lambda x: world.Reduce(place if launch.rank == 0 else x, x if launch.rank == 0 else None),
-        lambda x: world.Allreduce(place, x),
+        lambda x: world.Reduce(in_place if launch.rank == 0 else x, x if launch.rank == 0 else None),
+        lambda x: world.Allreduce(in_place, x),
         world.Barrier,
     )
 
@@ -105,14 +105,14 @@ def echo(messages: Messages, rank: int, x: Array) -> None:
 def reduce_by_messages(messages: Messages, rank: int, size: int, x: Array) -> None:
     """Add `x` of all ranks into rank 0's, along a tree: in each round half of the ranks that are left send theirs to
     the other half."""
-    other, step = np.empty_like(x), 1
+    received, step = np.empty_like(x), 1
     while step < size:
         if rank % (2 * step):
             messages.send(x, rank - step)
             return
         if rank + step < size:
-            messages.receive(other, rank + step)
-            x += other
+            messages.receive(received, rank + step)
+            x += received
         step *= 2
 
 
@@ -123,23 +123,23 @@ def allreduce_by_messages(messages: Messages, rank: int, size: int, x: Array) ->
         return
     parts = np.array_split(x, size)
     for turn in range(2 * (size - 1)):
-        out, into = parts[(rank - turn) % size], parts[(rank - turn - 1) % size]
-        arrived = np.empty_like(into)
-        _pass_on(messages, rank, size, out, arrived)
+        out, target = parts[(rank - turn) % size], parts[(rank - turn - 1) % size]
+        received = np.empty_like(target)
+        _pass_on(messages, rank, size, out, received)
         if turn < size - 1:
-            into += arrived
+            target += received
         else:
-            into[:] = arrived
+            target[:] = received
 
 
-def _pass_on(messages: Messages, rank: int, size: int, out: Array, arrived: Array) -> None:
-    """Send `out` to the right, and receive `arrived` from the left. The last rank of an odd ring is even beside rank 0:
-    it receives first."""
+def _pass_on(messages: Messages, rank: int, size: int, out: Array, received: Array) -> None:
+    """Send `out` to the right, and receive `received` from the left. The last rank of an odd ring is even beside rank
+    0: it receives first."""
     right, left = (rank + 1) % size, (rank - 1) % size
     sends_first = rank % 2 == 0 and not (size % 2 and rank == size - 1)
     if sends_first:
         messages.send(out, right)
-    messages.receive(arrived, left)
+    messages.receive(received, left)
     if not sends_first:
         messages.send(out, right)
 
@@ -172,8 +172,8 @@ def run_lab(config: Config, launch: Launch, sizes: Sequence[int], rounds: int) -
     """
     console = make_console(quiet=launch.rank != 0)
     with connect(config, rank=launch.rank, size=launch.size) as comm:
-        libraries = [service(comm)]
-        for make in (gloo, mpi):
+        libraries = [make_service(comm)]
+        for make in (make_gloo, make_mpi):
             try:
                 libraries.append(make(launch))
             except UsageError as error:
@@ -195,9 +195,9 @@ class Column(NamedTuple):
 
     name: str
     library: Library
-    way: Method
+    method: Method
     sums: bool = True
-    everywhere: bool = False
+    on_all_ranks: bool = False
 
 
 def _exercises(libraries: Sequence[Library], launch: Launch) -> list[tuple[str, list[Column]]]:
@@ -205,22 +205,24 @@ def _exercises(libraries: Sequence[Library], launch: Launch) -> list[tuple[str, 
     echoes, reductions, sums = list[Column](), list[Column](), list[Column]()
     for library in libraries:
         if library.messages is not None:
-            by_hand, by_messages = library.messages, f"{library.name}, by messages"
-            echoes.append(Column(library.name, library, partial(echo, by_hand, rank), sums=False))
-            reductions.append(Column(by_messages, library, partial(reduce_by_messages, by_hand, rank, size)))
+            messages, name_by_messages = library.messages, f"{library.name}, by messages"
+            echoes.append(Column(library.name, library, partial(echo, messages, rank), sums=False))
+            reductions.append(Column(name_by_messages, library, partial(reduce_by_messages, messages, rank, size)))
             sums.append(
-                Column(by_messages, library, partial(allreduce_by_messages, by_hand, rank, size), everywhere=True)
+                Column(
+                    name_by_messages, library, partial(allreduce_by_messages, messages, rank, size), on_all_ranks=True
+                )
             )
     reductions += [Column(library.name, library, library.reduce) for library in libraries]
-    sums += [Column(library.name, library, library.allreduce, everywhere=True) for library in libraries]
+    sums += [Column(library.name, library, library.allreduce, on_all_ranks=True) for library in libraries]
     tables = [("a message and its echo", echoes), ("reduce", reductions), ("all-reduce", sums)]
     return tables if size > 1 and echoes else tables[1:]
 
 
 def _time(launch: Launch, column: Column, elements: int, rounds: int) -> float:
-    checked = column.sums and (column.everywhere or launch.rank == 0)
+    is_checked = column.sums and (column.on_all_ranks or launch.rank == 0)
     total = float(sum(range(1, launch.size + 1)))
     return timed(
-        column.way, column.library, lambda: np.full(elements, launch.rank + 1, np.float32),
-        total if checked else None, rounds,
+        column.method, column.library, lambda: np.full(elements, launch.rank + 1, np.float32),
+        total if is_checked else None, rounds,
     )  # fmt: skip

@@ -12,7 +12,7 @@ import click
 from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.support.cli import NumberRange, config_options, json_option
 from omnireduce.support.logs import start_logs
-from omnireduce.worker.options import MOST, launch_options, numbers
+from omnireduce.worker.options import LARGEST_NUMBER, launch_options, numbers
 
 if TYPE_CHECKING:
     from omnireduce.switchml import Settings
@@ -88,10 +88,18 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
 @click.option("--tensor-type", type=click.Choice(["int32", "float"]), default="float", show_default=True)
 @_data_options(verify="every element of every sum, int32 exactly")
 @click.option(
-    "--num-jobs", type=click.IntRange(1, MOST), default=10, show_default=True, help="All-reduces that are timed."
+    "--num-jobs",
+    type=click.IntRange(1, LARGEST_NUMBER),
+    default=10,
+    show_default=True,
+    help="All-reduces that are timed.",
 )
 @click.option(
-    "--num-warmup-jobs", type=click.IntRange(0, MOST), default=5, show_default=True, help="All-reduces before them."
+    "--num-warmup-jobs",
+    type=click.IntRange(0, LARGEST_NUMBER),
+    default=5,
+    show_default=True,
+    help="All-reduces before them.",
 )
 @_switch("--inplace", "Let the sum replace the tensor.", default=True)
 @click.option(
@@ -117,7 +125,7 @@ def _data_options(verify: str) -> Callable[[_F], _F]:
 @json_option
 def allreduce_benchmark(
     config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
-    table: bool, threads: str, sizes: str, device: str, **asked: Any,
+    table: bool, threads: str, sizes: str, device: str, **options: Any,
 ) -> None:  # fmt: skip
     from omnireduce.worker.switchml.benchmark import BenchmarkOptions, run_benchmark, run_table
 
@@ -125,10 +133,10 @@ def allreduce_benchmark(
     counts, numels = numbers(threads, "--threads"), numbers(sizes, "--sizes")
     settings = _settings(config_file, overrides, rank, size)
     if table:
-        wrong = run_table(settings, BenchmarkOptions(**asked), counts, numels, json_path)
+        wrong = run_table(settings, BenchmarkOptions(**options), counts, numels, json_path)
     else:
-        wrong = run_benchmark(settings, BenchmarkOptions(**asked), json_path)
-    _end(wrong)
+        wrong = run_benchmark(settings, BenchmarkOptions(**options), json_path)
+    _exit_with_status(wrong)
 
 
 @click.command(
@@ -169,20 +177,20 @@ def allreduce_benchmark(
 @json_option
 def replay(
     config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None, json_path: str | None,
-    model: str | None, device: str, record: str | None, output: str | None, **asked: Any,
+    model: str | None, device: str, record: str | None, output: str | None, **options: Any,
 ) -> None:  # fmt: skip
     _refuse_gpu(device)
     if (model is None) == (record is None) or (record is None) != (output is None):
         raise click.UsageError("expected MODEL.CSV, or --record MODULE:FUNCTION --output MODEL.CSV")
     if record is not None and output is not None:
-        _record(record, output, asked["num_iters"], asked["num_warmup_iters"])
+        _record(record, output, options["num_iters"], options["num_warmup_iters"])
         return
     from omnireduce.worker.switchml.recording import read_layers
     from omnireduce.worker.switchml.replay import Replay, run_replay
 
     settings = _settings(config_file, overrides, rank, size)
     assert model is not None
-    _end(run_replay(settings, read_layers(model), Replay(**asked), json_path))
+    _exit_with_status(run_replay(settings, read_layers(model), Replay(**options), json_path))
 
 
 def _record(name: str, output: str, steps: int, warmup: int) -> None:
@@ -210,7 +218,7 @@ def _settings(config_file: str | None, overrides: tuple[str, ...], rank: int | N
     return settings if rank is None and size is None else settings._replace(rank=rank, size=size)
 
 
-def _end(wrong: int) -> None:
+def _exit_with_status(wrong: int) -> None:
     """End with status 1 if elements were wrong. Rank 0 says it."""
     from omnireduce.switchml import Context
 

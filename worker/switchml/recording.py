@@ -35,7 +35,8 @@ class Layer(NamedTuple):
     backward_pass_ns: int
 
 
-MOST = 10_000  # layers
+MAX_LAYERS = 10_000
+
 HEADER = ", ".join(Layer._fields)
 
 
@@ -56,20 +57,20 @@ def read_layers(path: str | Path) -> list[Layer]:
             expected = f"expected {layers[-1].layer_index + 1}: one after the other, as the forward pass has them"
             raise UsageError(f"{path}:{number}: layer_index: got {layer.layer_index}, {expected}")
         layers.append(layer)
-        if len(layers) > MOST:
-            raise UsageError(f"{path}:{number}: more than {MOST} layers, expected a model that can be trained")
+        if len(layers) > MAX_LAYERS:
+            raise UsageError(f"{path}:{number}: more than {MAX_LAYERS} layers, expected a model that can be trained")
     if not layers:
         raise UsageError(f"{path}: has no layers, expected lines of {HEADER}")
     return layers
 
 
-def _layer(where: str, cells: Sequence[str]) -> Layer:
+def _layer(position: str, cells: Sequence[str]) -> Layer:
     if len(cells) != len(Layer._fields):
-        raise UsageError(f"{where}: got {len(cells)} values, expected {len(Layer._fields)}: {HEADER}")
+        raise UsageError(f"{position}: got {len(cells)} values, expected {len(Layer._fields)}: {HEADER}")
     values = []
-    for name, cell, least in zip(Layer._fields, cells, (0, 1, 0, 0), strict=True):
-        if not (re.fullmatch("[0-9]{1,13}", cell) and least <= int(cell) <= LARGEST):
-            raise UsageError(f"{where}: {name}: got {cell!r}, expected a whole number from {least} to 2^40")
+    for name, cell, minimum in zip(Layer._fields, cells, (0, 1, 0, 0), strict=True):
+        if not (re.fullmatch("[0-9]{1,13}", cell) and minimum <= int(cell) <= LARGEST):
+            raise UsageError(f"{position}: {name}: got {cell!r}, expected a whole number from {minimum} to 2^40")
         values.append(int(cell))
     return Layer(*values)
 
@@ -95,22 +96,22 @@ def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
         import torch
     except ImportError:
         raise UsageError(f"torch is not installed here; `make torch`, or {install('torch', 'torch')}") from None
-    model, given, loss = _made(name, torch)
+    model, model_input, loss = _load_model(name, torch)
     try:
         stopwatch = _Stopwatch(model)
         for step in range(warmup + steps):
             if step == warmup:
-                stopwatch.forget()
+                stopwatch.discard()
             model.zero_grad(set_to_none=True)
-            stopwatch.go()
-            if isinstance(given, Mapping):
-                output = model(**given)
+            stopwatch.begin_forward()
+            if isinstance(model_input, Mapping):
+                output = model(**model_input)
             else:
-                output = model(*(given if isinstance(given, tuple) else (given,)))
+                output = model(*(model_input if isinstance(model_input, tuple) else (model_input,)))
             total = loss(output)
-            stopwatch.turn()
+            stopwatch.begin_backward()
             total.backward()
-            stopwatch.stop()
+            stopwatch.end_backward()
         return stopwatch.layers()
     except UsageError:
         raise
@@ -118,20 +119,20 @@ def record_layers(name: str, steps: int, warmup: int) -> list[Layer]:
         raise UsageError(f"--record {name}: the model cannot be trained: {in_a_line(error)}") from error
 
 
-def _made(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+def _load_model(name: str, torch: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
     """Model, input and loss. Raises UsageError."""
     add_current_folder_to_path()
     function = load_named(name, f"--record {name}", "MODULE:FUNCTION, such as models:digits")
     try:
-        made = function()
+        returned = function()
     except (Exception, SystemExit) as error:  # of the user's own function
         raise UsageError(f"--record {name}: {in_a_line(error)}") from error
-    is_right = isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], torch.nn.Module)
-    if not is_right or not callable(made[-1] if len(made) == 3 else _sum):
-        raise UsageError(f"--record {name}: it returned {a_type(made)}, expected {EXPECTED}")
-    if any(parameter.device.type != "cpu" for parameter in made[0].parameters()):
+    is_valid = isinstance(returned, tuple) and len(returned) in (2, 3) and isinstance(returned[0], torch.nn.Module)
+    if not is_valid or not callable(returned[-1] if len(returned) == 3 else _sum):
+        raise UsageError(f"--record {name}: it returned {a_type(returned)}, expected {EXPECTED}")
+    if any(parameter.device.type != "cpu" for parameter in returned[0].parameters()):
         raise UsageError(f"--record {name}: expected a model on the processor; a GPU would compute beside the clock")
-    return made[0], made[1], made[2] if len(made) == 3 else _sum
+    return returned[0], returned[1], returned[2] if len(returned) == 3 else _sum
 
 
 def _sum(output: Any) -> Any:
@@ -145,54 +146,54 @@ class _Stopwatch:
 
     def __init__(self, model: Any) -> None:
         self._numels: dict[Any, int] = {}
-        self._at = 0
-        self.forget()
-        known = set[int]()  # a parameter of several modules counts once
+        self._last_time = 0
+        self.discard()
+        seen_ids = set[int]()  # a parameter of several modules counts once
         for module in model.modules():
-            own = [
+            parameters = [
                 parameter
                 for parameter in module.parameters(recurse=False)
-                if parameter.requires_grad and id(parameter) not in known
+                if parameter.requires_grad and id(parameter) not in seen_ids
             ]
-            known |= {id(parameter) for parameter in own}
-            if own:
-                self._numels[module] = sum(parameter.numel() for parameter in own)
-                module.register_forward_hook(lambda module, *_: self._note(self._forward, module))
-            for parameter in own:
+            seen_ids |= {id(parameter) for parameter in parameters}
+            if parameters:
+                self._numels[module] = sum(parameter.numel() for parameter in parameters)
+                module.register_forward_hook(lambda module, *_: self._add_time(self._forward, module))
+            for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(
-                    lambda _, module=module: self._note(self._backward, module)
+                    lambda _, module=module: self._add_time(self._backward, module)
                 )
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the times so far."""
         self._step = -1
         # of each module, in the order of the pass: nanoseconds of each step
         self._forward = defaultdict[Any, Counter[int]](Counter)
         self._backward = defaultdict[Any, Counter[int]](Counter)
 
-    def go(self) -> None:
+    def begin_forward(self) -> None:
         """A forward pass begins."""
         self._step += 1
-        self._at = time.perf_counter_ns()
+        self._last_time = time.perf_counter_ns()
 
-    def turn(self) -> None:
+    def begin_backward(self) -> None:
         """A backward pass begins. The time since the last module counts for that module."""
-        self._note_rest(self._forward)
+        self._add_remaining_time(self._forward)
 
-    def stop(self) -> None:
+    def end_backward(self) -> None:
         """The backward pass has ended."""
-        self._note_rest(self._backward)
+        self._add_remaining_time(self._backward)
 
-    def _note_rest(self, times: dict[Any, Counter[int]]) -> None:
+    def _add_remaining_time(self, times: dict[Any, Counter[int]]) -> None:
         if times:
-            self._note(times, next(reversed(times)))
-        self._at = time.perf_counter_ns()
+            self._add_time(times, next(reversed(times)))
+        self._last_time = time.perf_counter_ns()
 
-    def _note(self, times: dict[Any, Counter[int]], module: Any) -> None:
+    def _add_time(self, times: dict[Any, Counter[int]], module: Any) -> None:
         """The time since the last note is that of `module`."""
         now = time.perf_counter_ns()
-        times[module][self._step] += now - self._at
-        self._at = now
+        times[module][self._step] += now - self._last_time
+        self._last_time = now
 
     def layers(self) -> list[Layer]:
         """The layers, in the reverse order of the backward pass."""
@@ -207,12 +208,12 @@ class _Stopwatch:
     def _forward_of_layers(self) -> dict[Any, Counter[int]]:
         """The forward times of layers. The time of a module without a gradient counts for the next layer, or else for
         the last one."""
-        by_layer, before = defaultdict[Any, Counter[int]](Counter), Counter[int]()
+        by_layer, pending = defaultdict[Any, Counter[int]](Counter), Counter[int]()
         for module, times in self._forward.items():
-            before += times
+            pending += times
             if module in self._backward:
-                by_layer[module], before = before, Counter()
-        by_layer[next(reversed(by_layer), next(iter(self._backward)))] += before
+                by_layer[module], pending = pending, Counter()
+        by_layer[next(reversed(by_layer), next(iter(self._backward)))] += pending
         return by_layer
 
     def _median(self, times: Counter[int]) -> int:

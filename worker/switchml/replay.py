@@ -18,7 +18,14 @@ from omnireduce.core.dtypes import Array
 from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.printing import carriers_text
 from omnireduce.switchml import Context, Distribution, Job, Settings
-from omnireduce.worker.switchml.benchmark import Say, WrongElements, named, started, summands_of, verdict
+from omnireduce.worker.switchml.benchmark import (
+    Print,
+    WrongElements,
+    named_statistics,
+    start_context,
+    summands_of,
+    verdict,
+)
 from omnireduce.worker.switchml.recording import Layer
 
 SLACK_NS = 200_000  # error of a timer; a process that waits for a processor loses more, as a GPU would be idle too
@@ -56,7 +63,7 @@ class Device:
     def __init__(self) -> None:
         self._busy_until = time.perf_counter_ns()
 
-    def begin_anew(self) -> None:
+    def restart_clock(self) -> None:
         """Count time from now: the training had to wait."""
         self._busy_until = time.perf_counter_ns()
 
@@ -69,12 +76,12 @@ class Device:
 class Training:
     """The layers of a model, with a gradient and its sum for each, float32. Gradients are filled once."""
 
-    def __init__(self, context: Context, layers: Sequence[Layer], asked: Replay) -> None:
+    def __init__(self, context: Context, layers: Sequence[Layer], options: Replay) -> None:
         comm = context.communicator
-        self._context, self._layers, self._asked, self._device = context, layers, asked, Device()
-        self._summands = summands_of(comm, "float", asked.seed if asked.random else None)
+        self._context, self._layers, self._options, self._device = context, layers, options, Device()
+        self._summands = summands_of(comm, "float", options.seed if options.random else None)
         self._gradients = [np.empty(layer.numel, np.float32) for layer in layers]
-        self._sums = self._no_sums()
+        self._sums = self._new_sums()
         self._jobs: list[Job | None] = [None for _ in layers]
         for number, gradient in enumerate(self._gradients):
             self._summands.fill(comm.rank, gradient, number)
@@ -88,12 +95,12 @@ class Training:
             self._device.compute(layer.forward_pass_ns)
         for number in reversed(range(len(self._layers))):
             self._device.compute(self._layers[number].backward_pass_ns)
-            if self._asked.overlap != "none":
+            if self._options.overlap != "none":
                 self._submit(number)
-        if self._asked.overlap == "none":
+        if self._options.overlap == "none":
             for number in reversed(range(len(self._layers))):
                 self._submit(number)
-        if self._asked.overlap != "iterations":
+        if self._options.overlap != "iterations":
             self.finish()
         return time.perf_counter_ns() - begin
 
@@ -104,61 +111,61 @@ class Training:
         is_over = job.over
         job.wait()
         if not is_over:
-            self._device.begin_anew()
+            self._device.restart_clock()
 
     def finish(self) -> None:
         """Wait for all sums."""
         self._context.wait_for_all_jobs()
-        self._device.begin_anew()
+        self._device.restart_clock()
 
-    def _no_sums(self) -> list[Array]:
+    def _new_sums(self) -> list[Array]:
         return [np.full(layer.numel, -1, np.float32) for layer in self._layers]
 
-    def forget(self) -> None:
+    def use_new_sums(self) -> None:
         """Give the next jobs new memory for their sums, because the sums of all iterations are equal. Jobs under way
         keep theirs."""
-        self._sums = self._no_sums()
+        self._sums = self._new_sums()
 
     def wrong(self) -> WrongElements:
         """Check the sums."""
         total = WrongElements(0, ())
-        for number, summed in enumerate(self._sums):
-            total = total.beside(self._summands.wrong(summed, number=number, err=self._asked.err))
+        for number, result in enumerate(self._sums):
+            total = total.plus(self._summands.wrong(result, number=number, err=self._options.err))
         return total
 
 
-def run_replay(settings: Settings, layers: Sequence[Layer], asked: Replay, json_path: str | None) -> int:
+def run_replay(settings: Settings, layers: Sequence[Layer], options: Replay, json_path: str | None) -> int:
     """Train on all ranks; return the number of wrong elements in the last sums, the same on all ranks. Rank 0 prints,
     and writes to `json_path`. Raises ConfigError, UsageError, and the errors that end a job of the service."""
-    with started(settings) as (context, say):
+    with start_context(settings) as (context, print_line):
         comm = context.communicator
         with context:
             if json_path is not None and comm.rank == 0:
                 check_writable(json_path)
-            training = Training(context, layers, asked)
-            times = _iterate(training, asked, say)
-            wrong = verdict(comm, training.wrong(), say) if asked.verify else 0
+            training = Training(context, layers, options)
+            times = _iterate(training, options, print_line)
+            wrong = verdict(comm, training.wrong(), print_line) if options.verify else 0
             rates = Distribution.of([1e9 / ns for ns in times])
-            say("\n".join(["", *(f"{name} {rate:.6g} iter/s" for name, rate in named(rates))]))
-            say("Cleaning up.")
+            print_line("\n".join(["", *(f"{name} {rate:.6g} iter/s" for name, rate in named_statistics(rates))]))
+            print_line("Cleaning up.")
         if json_path is not None and comm.rank == 0:
-            report = Report(asked, comm.size, carriers_text(comm.statistics().carried), times, rates, wrong)
+            report = Report(options, comm.size, carriers_text(comm.statistics().carried), times, rates, wrong)
             write_json(msgspec.json.encode(report), json_path)
     return wrong
 
 
-def _iterate(training: Training, asked: Replay, say: Say) -> list[int]:
-    say(f"Running {asked.num_warmup_iters} warmup iterations.")
-    for _ in range(asked.num_warmup_iters):
+def _iterate(training: Training, options: Replay, print_line: Print) -> list[int]:
+    print_line(f"Running {options.num_warmup_iters} warmup iterations.")
+    for _ in range(options.num_warmup_iters):
         training.iterate()
     training.finish()
-    say(f"Warmup finished.\nRunning {asked.num_iters} iterations.")
+    print_line(f"Warmup finished.\nRunning {options.num_iters} iterations.")
     times = []
-    for number in range(asked.num_iters):
-        if number == asked.num_iters - 1:
-            training.forget()  # the sums of this iteration are checked
+    for number in range(options.num_iters):
+        if number == options.num_iters - 1:
+            training.use_new_sums()  # the sums of this iteration are checked
         times.append(training.iterate())
-        say(f"Iteration #{number}# finished. Duration: #{times[-1]}# ns Rate: #{1e9 / times[-1]:.6g}# iter/s.")
+        print_line(f"Iteration #{number}# finished. Duration: #{times[-1]}# ns Rate: #{1e9 / times[-1]:.6g}# iter/s.")
     training.finish()
-    say("All iterations finished.")
+    print_line("All iterations finished.")
     return times

@@ -81,21 +81,22 @@ def load_corpus(files: Sequence[Path], *, vocabulary: int, window: int, seed: in
     spelling, tokens, starts = _split_names(names, name_starts)
     is_held_out = np.repeat(np.arange(starts.size - 1) % HELD_OUT_EVERY == HELD_OUT_EVERY - 1, np.diff(starts))
     counts = np.bincount(tokens[~is_held_out], minlength=len(spelling))
-    order = np.argsort(-counts, kind="stable")[:vocabulary]  # stable: words of one frequency stay in alphabetical order
-    order = order[counts[order] > 0]
-    number = np.full(len(spelling), -1, np.int32)
-    number[order] = np.arange(order.size, dtype=np.int32)
-    counts = counts[order]
-    tokens = number[tokens]
-    kept = _survives(tokens, counts, seed)
-    train, held_out = (_select(tokens, starts, kept & part, 2 * window) for part in (~is_held_out, is_held_out))
+    # stable: words of one frequency stay in alphabetical order
+    frequent = np.argsort(-counts, kind="stable")[:vocabulary]
+    frequent = frequent[counts[frequent] > 0]
+    number_of_word = np.full(len(spelling), -1, np.int32)
+    number_of_word[frequent] = np.arange(frequent.size, dtype=np.int32)
+    counts = counts[frequent]
+    tokens = number_of_word[tokens]
+    is_kept = _subsample(tokens, counts, seed)
+    train, held_out = (_select(tokens, starts, is_kept & part, 2 * window) for part in (~is_held_out, is_held_out))
     if not train.tokens.size or not held_out.tokens.size:
         raise ConfigError(
             f"too little text to train on: got {starts.size - 1} readable source files, of which every"
             f" {HELD_OUT_EVERY}th is held out and each needs more than {2 * window} words; raise train.max_files"
             " or lower train.window"
         )
-    return Corpus([spelling[i] for i in order], counts, train, held_out, starts.size - 1)
+    return Corpus([spelling[i] for i in frequent], counts, train, held_out, starts.size - 1)
 
 
 def _names(files: Sequence[Path]) -> tuple[list[str], Array]:
@@ -131,17 +132,17 @@ def _split_names(names: Sequence[str], name_starts: Array) -> tuple[list[str], A
     return spelling, flat[shift + np.arange(shift.size)], ends[name_starts]
 
 
-def _survives(tokens: Array, counts: Array, seed: int) -> Array:
+def _subsample(tokens: Array, counts: Array, seed: int) -> Array:
     """Mark the tokens that subsampling keeps: with probability sqrt(SUBSAMPLE / frequency); never -1, which is no
     word."""
-    keep = np.sqrt(SUBSAMPLE * counts.sum() / counts)
-    survives: Array = np.random.default_rng(seed).random(tokens.size) < np.append(keep, 0)[tokens]
-    return survives
+    probability = np.sqrt(SUBSAMPLE * counts.sum() / counts)
+    is_kept: Array = np.random.default_rng(seed).random(tokens.size) < np.append(probability, 0)[tokens]
+    return is_kept
 
 
-def _select(tokens: Array, starts: Array, kept: Array, shortest: int) -> Text:
+def _select(tokens: Array, starts: Array, is_kept: Array, shortest: int) -> Text:
     """Keep the marked tokens, and of the files only those that have more than `shortest` of them left."""
-    lengths = np.diff(np.concatenate(([0], np.cumsum(kept)))[starts])
+    lengths = np.diff(np.concatenate(([0], np.cumsum(is_kept)))[starts])
     long_enough = lengths > shortest
-    kept &= np.repeat(long_enough, np.diff(starts))
-    return Text(tokens[kept], np.concatenate(([0], np.cumsum(lengths[long_enough]))))
+    is_kept &= np.repeat(long_enough, np.diff(starts))
+    return Text(tokens[is_kept], np.concatenate(([0], np.cumsum(lengths[long_enough]))))

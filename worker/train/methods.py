@@ -55,12 +55,12 @@ class MethodResult(msgspec.Struct, frozen=True, kw_only=True):
 def named_methods(texts: Sequence[str]) -> list[str]:
     """The methods to train with: none at first, then those of `texts`, of which `all` stands for many. Raises
     UsageError for a text that names no method."""
-    named = [NONE]
+    names = [NONE]
     for text in texts:
-        named += ALL if text == "all" else (text,)
-    for name in named:
+        names += ALL if text == "all" else (text,)
+    for name in names:
         method_of(name)
-    return list(dict.fromkeys(named))
+    return list(dict.fromkeys(names))
 
 
 def run_methods(
@@ -126,7 +126,7 @@ def _train(
 
 
 def _print(console: Console, comm: Communicator, config: Config, results: Sequence[MethodResult]) -> None:
-    train, without = config.train, results[0]
+    train, uncompressed = config.train, results[0]
     console.print(
         f"word embeddings of the standard library, {comm.size} workers; {train.steps} steps of {train.batch} pairs per"
         f" worker, seed {train.seed}",
@@ -138,7 +138,7 @@ def _print(console: Console, comm: Communicator, config: Config, results: Sequen
         table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         share = (result.wire_up_bytes + result.wire_down_bytes) / max(
-            1, without.wire_up_bytes + without.wire_down_bytes
+            1, uncompressed.wire_up_bytes + uncompressed.wire_down_bytes
         )
         table.add_row(
             result.method, f"{result.loss:.4f}", f"{result.loss_change:+.2%}", short_count(result.wire_up_bytes),
@@ -147,8 +147,8 @@ def _print(console: Console, comm: Communicator, config: Config, results: Sequen
         )  # fmt: skip
     console.print(table)
     different = ", ".join(result.method for result in results if not result.ranks_identical)
-    said = f"DIFFERENT between workers: {different}" if different else "bit-identical on all workers"
-    console.print(f"weights: {said}")
+    verdict = f"DIFFERENT between workers: {different}" if different else "bit-identical on all workers"
+    console.print(f"weights: {verdict}")
 
 
 def check_plot(path: str) -> None:

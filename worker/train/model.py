@@ -45,15 +45,16 @@ class Sampler:
     def draw(self, rng: np.random.Generator, pairs: int) -> Pairs:
         """Return `pairs` pairs that depend on nothing but the text and the state of `rng`."""
         tokens, starts = self._text.tokens, self._text.starts
-        at = rng.integers(0, tokens.size, pairs)
-        file = np.searchsorted(starts, at, side="right") - 1
+        positions = rng.integers(0, tokens.size, pairs)
+        file = np.searchsorted(starts, positions, side="right") - 1
         offset = rng.choice(self._offsets, pairs)
-        outside = (at + offset < starts[file]) | (at + offset >= starts[file + 1])
-        context = np.where(outside, at - offset, at + offset)  # inside, as files are longer than two windows
+        outside = (positions + offset < starts[file]) | (positions + offset >= starts[file + 1])
+        # inside, as files are longer than two windows
+        context = np.where(outside, positions - offset, positions + offset)
         targets = np.empty((pairs, 1 + self._negatives), np.int64)
         targets[:, 0] = tokens[context]
         targets[:, 1:] = np.searchsorted(self._noise, rng.random((pairs, self._negatives)), side="right")
-        return Pairs(tokens[at].astype(np.int64), targets)
+        return Pairs(tokens[positions].astype(np.int64), targets)
 
 
 _EPSILON = 1e-7  # keeps the first division of an untouched element defined

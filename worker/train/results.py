@@ -138,14 +138,14 @@ def _times(timing: Timing) -> tuple[str, str, str]:
 
 def _weights(result: TrainingResult) -> str:
     """One sentence on which ranks and runs ended with the same weights."""
-    sentence = say_verdict(result.verdict)
+    sentence = verdict_text(result.verdict)
     if result.mpi and result.mpi.weights_difference is not None:
         difference = result.mpi.weights_difference
         sentence += f", {f'within {difference:.3g} of' if difference else 'equal to'} the run over MPI"
     return sentence
 
 
-def say_verdict(verdict: Verification) -> str:
+def verdict_text(verdict: Verification) -> str:
     """A sentence on whose weights are the same."""
     ranks = "bit-identical on all workers" if verdict.ranks_identical else "DIFFERENT between workers"
     reference = (
@@ -157,5 +157,5 @@ def say_verdict(verdict: Verification) -> str:
     return f"weights: {ranks}, {reference}"
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

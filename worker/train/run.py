@@ -34,7 +34,7 @@ from omnireduce.worker.train.results import (
     TrainingResult,
     Verification,
     print_result,
-    say_verdict,
+    verdict_text,
 )
 from omnireduce.worker.train.trainer import Exchange, Trainer, block_size, held_out_pairs, mean_loss, no_exchange
 
@@ -82,7 +82,7 @@ class ElasticTraining:
     def train(self, source: int) -> ElasticResult:
         """Take the steps that are left with the workers that there are; all ranks call this after a sync."""
         comm, state, steps = self._comm, self.state, self._config.train.steps
-        self._trainer.take_part((comm.rank,), comm.size)
+        self._trainer.set_shards((comm.rank,), comm.size)
         self._say(f"train: {comm.size} workers, from step {state.step} of {steps}")
         while state.step < steps:
             self._trainer.step(state.step)
@@ -115,7 +115,7 @@ def run_elastic_train(comm: Communicator, config: Config, corpus: Corpus, *, jso
     if comm.rank == 0:
         console = make_console()
         style = "" if result.verdict.passed else "bold red"
-        console.print(say_verdict(result.verdict), style=style)
+        console.print(verdict_text(result.verdict), style=style)
         if json_path is not None:
             write_json(msgspec.json.encode(result), json_path)
     return 0 if result.verdict.passed else 1
@@ -157,10 +157,10 @@ def _train_and_verify(comm: Communicator, config: Config, against_mpi: bool, fol
     plain = PlainProgress(time.monotonic())
     corpus = load_shared_corpus(comm, config)
     held_out = held_out_pairs(corpus, config)
-    ours = _trainer(comm, config, corpus, exchange_over(comm, block_size(config)))
-    over_mpi, missing = _mpi_trainer(comm, config, corpus) if against_mpi else (None, None)
-    loss_before = mean_loss(ours.model, held_out)
-    gradients = _train(comm, config, ours, over_mpi, folder, plain)
+    trainer = _trainer(comm, config, corpus, exchange_over(comm, block_size(config)))
+    mpi_trainer, missing_reason = _mpi_trainer(comm, config, corpus) if against_mpi else (None, None)
+    loss_before = mean_loss(trainer.model, held_out)
+    gradients = _train(comm, config, trainer, mpi_trainer, folder, plain)
     return TrainingResult(
         transport=carriers_text(comm.statistics().carried),
         world_size=comm.size,
@@ -169,11 +169,11 @@ def _train_and_verify(comm: Communicator, config: Config, against_mpi: bool, fol
         files=corpus.files,
         words=len(corpus.words),
         loss_before=loss_before,
-        loss_after=mean_loss(ours.model, held_out),
+        loss_after=mean_loss(trainer.model, held_out),
         gradients=gradients,
-        timing=_timing(comm, ours),
-        mpi=_baseline(comm, ours, over_mpi, missing) if against_mpi else None,
-        verdict=verify(comm, config, corpus, ours, [comm.size] * config.train.steps, plain),
+        timing=_timing(comm, trainer),
+        mpi=_baseline(comm, trainer, mpi_trainer, missing_reason) if against_mpi else None,
+        verdict=verify(comm, config, corpus, trainer, [comm.size] * config.train.steps, plain),
         saved_gradients=None if folder is None else str(folder / _GRADIENT.format(RANK)),
     )
 
@@ -217,14 +217,14 @@ def _trainer(comm: Communicator, config: Config, corpus: Corpus, exchange: Excha
 
 def _mpi_trainer(comm: Communicator, config: Config, corpus: Corpus) -> tuple[Trainer | None, str | None]:
     """The same training over MPI's all-reduce, in place, or the reason why some rank cannot do that."""
-    missing = None
+    missing_reason = None
     try:
         mpi = MpiAllreduce(comm.rank, comm.size, command=_COMMAND.format(comm.size))
     except UsageError as error:
-        missing = str(error)
-    without = np.flatnonzero(comm.allgather(np.array([missing is not None])))
-    if without.size:
-        return None, missing or f"rank {without[0]} has none"
+        missing_reason = str(error)
+    ranks_without_mpi = np.flatnonzero(comm.allgather(np.array([missing_reason is not None])))
+    if ranks_without_mpi.size:
+        return None, missing_reason or f"rank {ranks_without_mpi[0]} has none"
 
     def exchange(gradient: Array) -> None:
         mpi.in_place(gradient, "sum")
@@ -235,8 +235,8 @@ def _mpi_trainer(comm: Communicator, config: Config, corpus: Corpus) -> tuple[Tr
 def _train(
     comm: Communicator,
     config: Config,
-    ours: Trainer,
-    over_mpi: Trainer | None,
+    trainer: Trainer,
+    mpi_trainer: Trainer | None,
     folder: Path | None,
     plain: PlainProgress,
 ) -> Gradients:
@@ -248,40 +248,40 @@ def _train(
 
     before = comm.statistics()
     for number in progress(comm, config, "train: step", plain):
-        ours.step(number, inspect=save if number == config.train.steps - 1 else None)
-        if over_mpi:
-            over_mpi.step(number)
+        trainer.step(number, inspect=save if number == config.train.steps - 1 else None)
+        if mpi_trainer:
+            mpi_trainer.step(number)
     after = comm.statistics()
     moved = np.array([after.sent_bytes - before.sent_bytes, after.received_bytes - before.received_bytes])
     up, down = comm.allgather(moved).mean(axis=0) / config.train.steps
-    blocks = np.array([(record.own_blocks, record.union_blocks) for record in ours.records])
-    own, union = comm.allgather(blocks).mean(axis=(0, 1)) / ours.gradient.blocks
+    blocks = np.array([(record.own_blocks, record.union_blocks) for record in trainer.records])
+    density, union_density = comm.allgather(blocks).mean(axis=(0, 1)) / trainer.gradient.blocks
     return Gradients(
-        bytes=ours.gradient.rows.nbytes,
-        block_size=ours.gradient.block_size,
-        density=float(own),
-        union_density=float(union),
+        bytes=trainer.gradient.rows.nbytes,
+        block_size=trainer.gradient.block_size,
+        density=float(density),
+        union_density=float(union_density),
         wire_up_bytes=round(up),
         wire_down_bytes=round(down),
     )
 
 
-def progress(comm: Communicator, config: Config, what: str, plain: PlainProgress) -> Iterable[int]:
+def progress(comm: Communicator, config: Config, label: str, plain: PlainProgress) -> Iterable[int]:
     """The numbers of all steps; rank 0 shows how far they are, in plain lines if it has no terminal."""
     steps = range(config.train.steps)
     if comm.rank != 0:
         return steps
     console = Console(stderr=True)
     if console.is_terminal:
-        return track(steps, what, console=console, transient=True)
-    return plain.follow(steps, what)
+        return track(steps, label, console=console, transient=True)
+    return plain.follow(steps, label)
 
 
-def _baseline(comm: Communicator, ours: Trainer, over_mpi: Trainer | None, missing: str | None) -> Baseline:
-    if over_mpi is None:
+def _baseline(comm: Communicator, trainer: Trainer, mpi_trainer: Trainer | None, missing: str | None) -> Baseline:
+    if mpi_trainer is None:
         return Baseline(missing=missing)
-    difference = np.abs(over_mpi.model.weights - ours.model.weights).max()
-    return Baseline(timing=_timing(comm, over_mpi), weights_difference=float(difference))
+    difference = np.abs(mpi_trainer.model.weights - trainer.model.weights).max()
+    return Baseline(timing=_timing(comm, mpi_trainer), weights_difference=float(difference))
 
 
 def verify(
@@ -302,7 +302,7 @@ def verify(
     if comm.rank == 0:
         reference = Trainer(corpus, config, ranks=range(comm.size), size=comm.size, exchange=no_exchange)
         for number in progress(comm, config, "train: checking against one process, step", plain):
-            reference.take_part(range(workers[number]), workers[number])
+            reference.set_shards(range(workers[number]), workers[number])
             reference.step(number)
             comm.barrier()
         outcome[0] = reference.weights_digest() == trainer.weights_digest()
@@ -331,12 +331,12 @@ def _timing(comm: Communicator, trainer: Trainer) -> Timing:
     )
 
 
-def _expect_same(comm: Communicator, digest: bytes, what: str) -> None:
+def _expect_same(comm: Communicator, digest: bytes, subject: str) -> None:
     different = ranks_unlike_first(comm, digest)
     if different.size:
         comm.shutdown()  # every rank finds this out; leaving cleanly lets each say it
         raise UsageError(
-            f"rank {different[0]} has other {what} than rank 0; training needs the same configuration"
+            f"rank {different[0]} has other {subject} than rank 0; training needs the same configuration"
             " and the same version of Python on every worker"
         )
 

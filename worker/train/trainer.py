@@ -55,9 +55,9 @@ class Trainer:
         self.model = SkipGram(len(corpus.words), train.dim, seed=train.seed, learning_rate=train.learning_rate)
         self.gradient = BlockedRows(2 * len(corpus.words), train.dim, block_size(config))
         self.records: list[StepRecord] = []
-        self.take_part(ranks, size)
+        self.set_shards(ranks, size)
 
-    def take_part(self, ranks: Sequence[int], size: int) -> None:
+    def set_shards(self, ranks: Sequence[int], size: int) -> None:
         """From now on train on the shards of `ranks` out of `size`; a step that failed is forgotten."""
         self._ranks, self._size = ranks, size
         self.gradient.rows[...] = 0
@@ -102,18 +102,18 @@ class BlockedRows:
         self.rows: Array = flat[: n_rows * dim].reshape(n_rows, dim)
         self._words = flat.view(np.uint64).reshape(self.blocks, -1)
         self._mask = element_type(np.float32).zero_mask
-        self._found = np.zeros(self.blocks, bool)
+        self._is_nonzero = np.zeros(self.blocks, bool)
         self.scan()  # compiles the kernel
 
     def scan(self) -> int:
         """Look for non-zero blocks; return how many there are."""
-        return nonzero_blocks(self._words, self._mask, self._found)
+        return nonzero_blocks(self._words, self._mask, self._is_nonzero)
 
     def touched_rows(self) -> Array:
         """The rows, ascending, that share an element with a block that the last scan found non-zero."""
         if self.block_size == self.rows.shape[1]:
-            return np.flatnonzero(self._found)
-        elements = np.repeat(self._found, self.block_size)[: self.rows.size]
+            return np.flatnonzero(self._is_nonzero)
+        elements = np.repeat(self._is_nonzero, self.block_size)[: self.rows.size]
         return np.flatnonzero(elements.reshape(self.rows.shape).any(axis=1))
 
 
