@@ -23,15 +23,9 @@ from omnireduce.support.addresses import (
 )
 from omnireduce.support.config import Config
 
-_SECTIONS_READ = (
-    "transport",
-    "verbs",
-    "aggregator",
-    "security",
-    "metrics",
-    "trace",
-    "log",
-)  # sections that a daemon reads
+# Sections that a daemon reads:
+_SECTIONS_READ = ("transport", "verbs", "aggregator", "security", "metrics", "trace", "log")
+
 _PAGE_KEYS = ("token_file", "tls_certificate", "tls_key", "tls_ca")
 
 

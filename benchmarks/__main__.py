@@ -66,15 +66,15 @@ def main() -> None:
 @RESULTS
 def run(quick: bool, only: str, peers: str, rounds: int | None, resume: bool, results: Path) -> None:
     cases = [case for case in (target_cases() if quick else all_cases()) if only in case.name]
-    chosen = _known(peers)
+    chosen = _parse_peers(peers)
     if not cases:
         raise click.UsageError(f"no case's name contains {only!r}")
     expected = {replace(case, rounds=rounds or case.rounds): labels(case, chosen) for case in cases}
-    measured, left = _opened(results, "rows.json", expected, resume, rounds=rounds, peers=chosen)
-    _measure(measured, left, sweep(left, chosen))
+    stored, remaining = _open_results(results, "rows.json", expected, resume, rounds=rounds, peers=chosen)
+    _measure(stored, remaining, sweep(remaining, chosen))
 
 
-def _known(peers: str) -> list[str]:
+def _parse_peers(peers: str) -> list[str]:
     chosen = [name for name in peers.split(",") if name]
     if unknown := set(chosen) - set(PEERS):
         raise click.UsageError(f"--peers: got {', '.join(sorted(unknown))}, expected some of {', '.join(PEERS)}")
@@ -112,12 +112,12 @@ def shaped(
         if not optional:
             raise click.UsageError(f"no case's name contains {only!r}")
         return click.echo(f"no case between shaped links has a name that contains {only!r}")
-    measured, left = _opened(results, "testbed.json", expected, resume, rounds=rounds, sets=sets)
-    chosen = {setting: [case for case in cases[setting] if case in left] for setting in settings}
+    stored, remaining = _open_results(results, "testbed.json", expected, resume, rounds=rounds, sets=sets)
+    chosen = {setting: [case for case in cases[setting] if case in remaining] for setting in settings}
     try:
-        _measure(measured, left, run_settings(chosen, sets))
+        _measure(stored, remaining, run_settings(chosen, sets))
     except TestbedError as error:
-        _not_measured(error, optional)
+        _report_not_measured(error, optional)
 
 
 @main.command(help="Measure two racks with relays and without (needs root), and write relays.json and summary.json.")
@@ -128,11 +128,11 @@ def shaped(
 @RESULTS
 def relays(rate: str, optional: bool, rounds: int | None, resume: bool, results: Path) -> None:
     expected = {case: set(relays_between.ENTRANTS) for case in relays_between.cases(rate, rounds)}
-    measured, left = _opened(results, "relays.json", expected, resume, rounds=rounds)
+    stored, remaining = _open_results(results, "relays.json", expected, resume, rounds=rounds)
     try:
-        _measure(measured, left, relays_between.run_relays(rate, left), relays_between.ENTRANTS)
+        _measure(stored, remaining, relays_between.run_relays(rate, remaining), relays_between.ENTRANTS)
     except TestbedError as error:
-        _not_measured(error, optional)
+        _report_not_measured(error, optional)
 
 
 @main.command(help="Train the examples over omnireduce and gloo (shaped links need root), and write training.json.")
@@ -148,15 +148,15 @@ def relays(rate: str, optional: bool, rounds: int | None, resume: bool, results:
 def training(
     links: tuple[str, ...], ranks: tuple[str, ...], only: str, turns: int, optional: bool, resume: bool, results: Path
 ) -> None:
-    every = [Training(model, int(size), link) for link, model, size in itertools.product(links, MODELS, ranks)]
-    expected = {case: set(case.labels) for case in every if only in case.name}
+    all_trainings = [Training(model, int(size), link) for link, model, size in itertools.product(links, MODELS, ranks)]
+    expected = {case: set(case.labels) for case in all_trainings if only in case.name}
     if not expected:
         raise click.UsageError(f"no training's name contains {only!r}")
-    measured, left = _opened(results, "training.json", expected, resume, turns=turns)
+    stored, remaining = _open_results(results, "training.json", expected, resume, turns=turns)
     try:
-        _measure(measured, left, run_trainings(left, turns))
+        _measure(stored, remaining, run_trainings(remaining, turns))
     except TestbedError as error:
-        _not_measured(error, optional)
+        _report_not_measured(error, optional)
 
 
 @main.command(help="Show what torch adds to the time of a small all-reduce, and comparing to that of an all-gather.")
@@ -186,14 +186,14 @@ def plan(results: Path) -> None:
         sys.exit(3)
 
 
-def _not_measured(error: TestbedError, optional: bool) -> None:
+def _report_not_measured(error: TestbedError, optional: bool) -> None:
     """There can be no hosts with shaped links here."""
     if not optional:
         raise click.ClickException(str(error)) from error
     sys.stderr.write(f"\n###\n### NOT MEASURED: shaped links: {error}\n###\n")
 
 
-def _opened(
+def _open_results(
     folder: Path,
     rows: str,
     expected: Mapping[C, set[str]],
@@ -212,28 +212,28 @@ def _opened(
         options.append(f"--peers {','.join(sorted(peers))}")
     options += [f"--set {setting}" for setting in sorted(sets)]
     results = Results(folder, rows, " ".join(options))
-    left = [case for case, entrants in expected.items() if not (resume and results.has(case, entrants))]
-    results.forget(left)
-    return results, left
+    remaining = [case for case, entrants in expected.items() if not (resume and results.has(case, entrants))]
+    results.forget(remaining)
+    return results, remaining
 
 
 def _measure(
-    found: Results, cases: Sequence[AnyCase], outcomes: Iterable[Outcome], entrants: Sequence[str] = (OURS,)
+    results: Results, cases: Sequence[AnyCase], outcomes: Iterable[Outcome], entrants: Sequence[str] = (OURS,)
 ) -> None:
     """Take the outcomes of the cases as they come; end the program if one of these entrants is missing, or wrong."""
     console, started = Console(width=140, markup=False), time.monotonic()
     for outcome in outcomes:
-        found.add(outcome)
+        results.add(outcome)
         show_case(console, outcome)
-    show_verdicts(console, found.verdicts)
-    console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {found.folder}")
-    missing = [case.name for case in cases if not found.has(case, entrants)]
+    show_verdicts(console, results.verdicts)
+    console.print(f"{time.monotonic() - started:.0f} s; rows and summary are in {results.folder}")
+    missing = [case.name for case in cases if not results.has(case, entrants)]
     if missing:
         raise click.ClickException(f"not measured: {'; '.join(missing)}. Try again with --resume")
-    if found.wrong:
-        raise click.ClickException(f"{found.wrong} elements were wrong")
-    if found.undecided and "--peers" not in found.options:  # else it was the user who left someone out
-        lines = "; ".join(f"{verdict.case} ({verdict.peer})" for verdict in found.undecided)
+    if results.wrong:
+        raise click.ClickException(f"{results.wrong} elements were wrong")
+    if results.undecided and "--peers" not in results.options:  # else it was the user who left someone out
+        lines = "; ".join(f"{verdict.case} ({verdict.peer})" for verdict in results.undecided)
         raise click.ClickException(f"targets without a verdict: {lines}. Try again with --resume")
 
 
@@ -245,23 +245,25 @@ def _measure(
 @ONLY
 def compare(before: Path, shaped: bool, most: float, starts: int, only: str) -> None:
     settings = [Setting.of(*pair) for pair in itertools.product(LAYOUTS, (2, 4), [RATE])] if shaped else []
-    of_setting = {setting: [case for case in setting.cases() if only in case.name] for setting in settings}
+    cases_of_setting = {setting: [case for case in setting.cases() if only in case.name] for setting in settings}
     cases = [] if shaped else [case for case in target_cases() if only in case.name]
-    if not any([*of_setting.values(), cases]):
+    if not any([*cases_of_setting.values(), cases]):
         raise click.UsageError(f"no case's name contains {only!r}")
-    more, older = [], checkout(before)
+    slower, older = [], checkout(before)
     cases = _measurable(cases, older)
-    if not any([*of_setting.values(), cases]):
+    if not any([*cases_of_setting.values(), cases]):
         raise UsageError("nothing is left to compare")
-    between_hosts = (compare_shaped(setting, chosen, older, starts) for setting, chosen in of_setting.items() if chosen)
+    between_hosts = (
+        compare_shaped(setting, chosen, older, starts) for setting, chosen in cases_of_setting.items() if chosen
+    )
     try:
-        for compared in itertools.chain(compare_cases(cases, older, starts), *between_hosts):
-            more += [compared.name] if compared.ratio > most else []
-            click.echo(compared)
+        for comparison in itertools.chain(compare_cases(cases, older, starts), *between_hosts):
+            slower += [comparison.name] if comparison.ratio > most else []
+            click.echo(comparison)
     except TestbedError as error:
         raise click.ClickException(str(error)) from error
-    if more:
-        click.echo(f"{len(more)} take more than {most:g} times what they took: {'; '.join(more)}", err=True)
+    if slower:
+        click.echo(f"{len(slower)} take more than {most:g} times what they took: {'; '.join(slower)}", err=True)
         sys.exit(3)
 
 
@@ -299,10 +301,10 @@ def plot(results: Path, out: Path | None, formats: tuple[str, ...]) -> None:
         from benchmarks.contest.plots import draw
     except ImportError as error:
         raise click.ClickException(f"{error}: {install('matplotlib', 'plot')}") from error
-    made = draw(results, out or results, formats)
-    if not made:
+    paths = draw(results, out or results, formats)
+    if not paths:
         raise UsageError(f"no rows to draw in {results}: `python -m benchmarks run` writes them")
-    for path in made:
+    for path in paths:
         click.echo(path)
 
 

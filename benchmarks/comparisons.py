@@ -36,8 +36,8 @@ class Comparison(NamedTuple):
             click.Option(["--turns"], type=click.IntRange(1), default=self.turns, show_default=True)
         ]
         if self.rate:
-            what = "What each link carries, as tc writes it."
-            options.append(click.Option(["--rate"], default=self.rate, show_default=True, help=what))
+            help_text = "What each link carries, as tc writes it."
+            options.append(click.Option(["--rate"], default=self.rate, show_default=True, help=help_text))
         return click.Command(self.name, params=options, callback=self._run, help=self.help)
 
     def _run(self, **options: object) -> None:

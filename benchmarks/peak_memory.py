@@ -28,10 +28,10 @@ DENSITIES = (1.0, 0.1, 0.01)
 ROUNDS = 2  # of each
 
 
-def memory_mib(what: str, pid: int | str = "self") -> float:
+def memory_mib(field: str, pid: int | str = "self") -> float:
     """Resident memory of a process now (`VmRSS`; of it `RssAnon`), or its peak since `forget_peak` (`VmHWM`). Raises
     FileNotFoundError or ProcessLookupError when it is gone."""
-    match = re.search(rf"{what}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    match = re.search(rf"{field}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     if match is None:  # it waits for its parent
         raise ProcessLookupError(f"process {pid} has ended")
     return int(match[1]) / 1024
@@ -54,8 +54,8 @@ def measure(options: dict[str, Any], elements: int) -> dict[str, float]:
                 part[:] = flags
             communicator.allreduce(tensor)
             peak = max(peak, memory_mib("VmHWM"))
-            everyone = [_parts(tensor, density, seed, rank) for rank in range(options["size"])]
-            for parts in zip(*everyone, strict=True):
+            parts_of_ranks = [_parts(tensor, density, seed, rank) for rank in range(options["size"])]
+            for parts in zip(*parts_of_ranks, strict=True):
                 wrong += int(np.count_nonzero(parts[0][0] != sum(flags.astype(np.float32) for _, flags in parts)))
     return {"joined_mib": joined - before, "peak_mib": peak - before, "wrong": wrong}
 

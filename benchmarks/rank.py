@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contest.peers import FACTORIES, Peer
-from benchmarks.harness.carriers import by_sockets
+from benchmarks.harness.carriers import count_socket_bytes
 from benchmarks.harness.orders import Order, serve
 from benchmarks.peak_memory import forget_peak, memory_mib
 from omnireduce.console.bench.data import Dataset
@@ -52,28 +52,28 @@ class Rank:
         """Exchange the tensor of round `number`, `repeats` times; `seconds` has one entry for each."""
         peer = self._peer
         self._data.fill(peer.rank, number, self._tensor)
-        again = self._tensor.copy() if repeats > 1 else self._tensor
+        original = self._tensor.copy() if repeats > 1 else self._tensor
         run = self._rows(method) if kind == "rows" else lambda: peer.dense[method](self._tensor)
         forget_peak()
         before_mib = memory_mib("VmRSS")
         peer.barrier()
         before, processor_s, seconds = peer.wire_bytes(), 0.0, list[float]()
-        with by_sockets() as carried:
+        with count_socket_bytes() as carried:
             for _ in range(repeats):
                 if repeats > 1:
-                    self._tensor[:] = again
+                    self._tensor[:] = original
                 processor, start = time.process_time(), time.perf_counter()
                 result = run()
                 seconds.append(time.perf_counter() - start)
                 processor_s += time.process_time() - processor
         wire_bytes, peak_mib = peer.wire_bytes() - before, memory_mib("VmHWM")
-        others = {} if method in peer.counted else {"carried": carried}
-        return others | {
+        carried_entry = {} if method in peer.counted else {"carried": carried}
+        return carried_entry | {
             "seconds": seconds,
             "cpu": processor_s / repeats,
             "wire_bytes": (wire_bytes // repeats).tolist(),
             "peak_mib": peak_mib - before_mib,
-            "wrong": self._data.wrong(number, self._placed(result)) if check else 0,
+            "wrong": self._data.wrong(number, self._as_dense(result)) if check else 0,
         }
 
     def _rows(self, method: str) -> Any:
@@ -82,7 +82,7 @@ class Rank:
         values, run = rows[numbers], self._peer.rows[method]
         return lambda: run(numbers, values, len(rows))
 
-    def _placed(self, result: Array | tuple[Array, Array]) -> Array:
+    def _as_dense(self, result: Array | tuple[Array, Array]) -> Array:
         """A result of rows as a dense tensor."""
         if not isinstance(result, tuple):
             return result

@@ -33,7 +33,7 @@ from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.queue import Queue
 
 CARRIER = "verbs"
-WAY = f"transport.kind={CARRIER}", "transport.host_exchange=off"
+SETTINGS = f"transport.kind={CARRIER}", "transport.host_exchange=off"
 SHARE_TARGET = 0.85
 SPARSE_TARGET = 20.0
 MESSAGES = 2000
@@ -47,7 +47,7 @@ def write_bandwidth(device: str, gid_index: int) -> float:
     """
     command = ["ib_write_bw", "-b", "-d", device, "-x", str(gid_index), "-F", "-s", "65536", "-n", "500"]
     command.append("--report_gbits")
-    deadline, said = time.monotonic() + LIMIT_S, "it said nothing"
+    deadline, output = time.monotonic() + LIMIT_S, "it said nothing"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             while server.poll() is None and (left := deadline - time.monotonic()) > 0:
@@ -57,13 +57,13 @@ def write_bandwidth(device: str, gid_index: int) -> float:
                 if client.returncode == 0:
                     (line,) = (row.split() for row in client.stdout.splitlines() if row.split()[:1] == ["65536"])
                     return float(line[3]) * 1e9 / 8
-                said = client.stderr or client.stdout
+                output = client.stderr or client.stdout
                 time.sleep(0.2)  # the server does not say when it listens
         except subprocess.TimeoutExpired:
-            said = f"no answer within {LIMIT_S} s"
+            output = f"no answer within {LIMIT_S} s"
         finally:
             server.kill()
-    raise SystemExit(f"ib_write_bw failed: {said}")
+    raise SystemExit(f"ib_write_bw failed: {output}")
 
 
 def message_cost(device: str) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def message_cost(device: str) -> tuple[float, float]:
     sender, receiver = queues
     sender.connect(receiver.endpoint)
     receiver.connect(sender.endpoint)
-    sending = taking = 0.0
+    sending = receiving = 0.0
     for _ in range(MESSAGES // slots):
         start = time.perf_counter()
         for _ in range(slots):
@@ -86,21 +86,21 @@ def message_cost(device: str) -> tuple[float, float]:
             start = time.perf_counter()
             count = len(list(receiver.poll()))
             if count:
-                taking += time.perf_counter() - start
+                receiving += time.perf_counter() - start
                 arrived += count
         while sender.unacknowledged:
             list(sender.poll())
     for queue in queues:
         queue.close()
     total = MESSAGES // slots * slots
-    return sending / total * 1e6, taking / total * 1e6
+    return sending / total * 1e6, receiving / total * 1e6
 
 
 def bench(addresses: list[str], folder: Path, *sets: str) -> list[dict[str, Any]]:
     """The rows of `omnireduce bench` over verbs. Both workers are on this host, and must not exchange in memory. Ends
     the program where something else than RDMA carried a tensor."""
     rows = folder / "rows.json"
-    settings = [f"cluster.aggregators={json.dumps(addresses)}", *WAY, "cluster.timeout_s=300", *sets]
+    settings = [f"cluster.aggregators={json.dumps(addresses)}", *SETTINGS, "cluster.timeout_s=300", *sets]
     mpirun = [str(Path(sys.executable).parent / "mpirun"), "-n", "2"]
     command = [*mpirun, sys.executable, "-m", "omnireduce", "bench", "--json", str(rows)]
     command += [word for setting in settings for word in ("--set", setting)]
@@ -131,15 +131,15 @@ def main() -> None:
     gid_index = choose(Verbs(device=options.device), near="").gid.index
     device = (f"verbs.device={options.device}",)
     limits = [write_bandwidth(options.device, gid_index)]
-    verbs = daemon(1, WAY[0], *device, start_s=LIMIT_S)
+    verbs = daemon(1, SETTINGS[0], *device, start_s=LIMIT_S)
     with verbs as running, tempfile.TemporaryDirectory() as folder:
         addresses = running.addresses
         rounds = (f"bench.rounds={options.rounds}", "bench.warmup=1")
         (dense,) = bench(addresses, Path(folder), *device, *rounds, "bench.elements=2097152", "bench.density=1.0")
         limits.append(write_bandwidth(options.device, gid_index))
-        few = ("bench.rounds=3", "bench.warmup=1", "bench.elements=16777216", "bench.density=[1.0,0.01]")
-        large, sparse = bench(addresses, Path(folder), *device, *few)
-    sending_us, taking_us = message_cost(options.device)
+        large_settings = ("bench.rounds=3", "bench.warmup=1", "bench.elements=16777216", "bench.density=[1.0,0.01]")
+        large, sparse = bench(addresses, Path(folder), *device, *large_settings)
+    sending_us, receiving_us = message_cost(options.device)
     limit = max(limits)
     figures = {
         "carried_by": CARRIER,
@@ -148,7 +148,7 @@ def main() -> None:
         "dense_share": rate(dense) / limit,
         "sparse_speedup": large["time_ms"] / sparse["time_ms"],
         "send_us": sending_us,
-        "take_us": taking_us,
+        "take_us": receiving_us,
     }
     verdict = {True: "met", False: "MISSED"}
     share, speedup = figures["dense_share"], figures["sparse_speedup"]
@@ -158,7 +158,7 @@ def main() -> None:
     print(f"(target at least {SHARE_TARGET:.0%}: {verdict[share >= SHARE_TARGET]})")
     print(f"64 MiB at density 0.01: {speedup:.1f} times faster than dense", end=" ")
     print(f"(target at least {SPARSE_TARGET:g}: {verdict[speedup >= SPARSE_TARGET]})")
-    print(f"Python and verbs for a message: {sending_us:.1f} us to send it, {taking_us:.1f} us to take it")
+    print(f"Python and verbs for a message: {sending_us:.1f} us to send it, {receiving_us:.1f} us to take it")
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
     sys.exit(1 if any(row["wrong"] for row in (dense, large, sparse)) else 0)

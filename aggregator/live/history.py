@@ -48,9 +48,8 @@ class History:
 
     def _add_sample(self, samples: deque[TrafficSample], job: JobSummary, now: float) -> None:
         sample = TrafficSample(now, job.traffic.received_bytes, job.traffic.sent_bytes)
-        if samples and (
-            sample.received < samples[-1].received or sample.sent < samples[-1].sent
-        ):  # another job of this name
+        # Another job of this name:
+        if samples and (sample.received < samples[-1].received or sample.sent < samples[-1].sent):
             samples.clear()
         if samples and now - samples[-1].at < MIN_GAP_S:
             return

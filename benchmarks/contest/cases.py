@@ -65,15 +65,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        where = f"{self.links or self.transport}, {self.ranks} ranks, {self.size}"
+        setting = f"{self.links or self.transport}, {self.ranks} ranks, {self.size}"
         if self.kind == "memory":
-            return f"{where}, memory"
-        whats = {"rows": "rows", "skew": f"Zipf over {self.setup.shards} shards"}
-        row = f", {IN_A_ROW}" if self.repeats > 1 else ""
-        return f"{where}, density {self.density:g}, {whats.get(self.kind, f'{self.overlap} overlap')}{row}"
+            return f"{setting}, memory"
+        data_texts = {"rows": "rows", "skew": f"Zipf over {self.setup.shards} shards"}
+        suffix = f", {IN_A_ROW}" if self.repeats > 1 else ""
+        return f"{setting}, density {self.density:g}, {data_texts.get(self.kind, f'{self.overlap} overlap')}{suffix}"
 
 
-def _each(
+def _cases_of_densities(
     transport: str, ranks: int, size: str, densities: tuple[float, ...], rounds: int = 20, repeats: int = 1
 ) -> list[Case]:
     return [Case(transport, ranks, size, density, rounds=rounds, repeats=repeats) for density in densities]
@@ -82,19 +82,19 @@ def _each(
 def target_cases() -> list[Case]:
     """The cases on one host that have a target, and those through shards that must not get slower."""
     return [
-        *_each(MEMORY, 2, "100 MiB", (1.0, 0.1, 0.01, 0.0)),
-        *_each(MEMORY, 2, "16 MiB", (1.0, 0.1, 0.01), 40),
-        *_each(MEMORY, 2, "1 MiB", (1.0, 0.1, 0.01), 100),
-        *_each(MEMORY, 2, "1 MiB", (1.0, 0.1, 0.01), 20, 50),
-        *_each(MEMORY, 2, "4 KiB", (1.0,), 20, 200),
+        *_cases_of_densities(MEMORY, 2, "100 MiB", (1.0, 0.1, 0.01, 0.0)),
+        *_cases_of_densities(MEMORY, 2, "16 MiB", (1.0, 0.1, 0.01), 40),
+        *_cases_of_densities(MEMORY, 2, "1 MiB", (1.0, 0.1, 0.01), 100),
+        *_cases_of_densities(MEMORY, 2, "1 MiB", (1.0, 0.1, 0.01), 20, 50),
+        *_cases_of_densities(MEMORY, 2, "4 KiB", (1.0,), 20, 200),
         Case(MEMORY, 2, "100 MiB", 0.01, kind="rows", rounds=20),
-        *_each(MEMORY, 4, "100 MiB", (1.0, 0.1, 0.01)),
-        *_each(MEMORY, 4, "16 MiB", (1.0, 0.1, 0.01), 40),
-        *_each(MEMORY, 4, "4 KiB", (1.0,), 20, 200),
+        *_cases_of_densities(MEMORY, 4, "100 MiB", (1.0, 0.1, 0.01)),
+        *_cases_of_densities(MEMORY, 4, "16 MiB", (1.0, 0.1, 0.01), 40),
+        *_cases_of_densities(MEMORY, 4, "4 KiB", (1.0,), 20, 200),
         Case(MEMORY, 4, "100 MiB", 0.01, kind="rows", rounds=20),
-        *_each("shm", 2, "100 MiB", (1.0, 0.1, 0.01), 12),
-        *_each("shm", 2, "1 MiB", (1.0, 0.1), 50),
-        *_each("tcp", 2, "100 MiB", (1.0, 0.1, 0.01), 12),
+        *_cases_of_densities("shm", 2, "100 MiB", (1.0, 0.1, 0.01), 12),
+        *_cases_of_densities("shm", 2, "1 MiB", (1.0, 0.1), 50),
+        *_cases_of_densities("tcp", 2, "100 MiB", (1.0, 0.1, 0.01), 12),
         *(
             Case(transport, 2, "100 MiB", density, kind="skew", rounds=5)
             for transport, density in itertools.product(("shm", "tcp"), (0.1, 0.01))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.contest.cases import Case, Setup
-from benchmarks.contest.contest import OWN, Contest, Entrant
+from benchmarks.contest.contest import OWN_METHODS, Contest, Entrant
 from benchmarks.contest.memory import measure
 from benchmarks.contest.shaped import OPEN, PORT, Setting
 from benchmarks.harness.environments import HERE, Tree
@@ -35,7 +35,7 @@ BEFORE, AFTER = "before", "after"
 STARTS = 4
 
 
-class Compared(NamedTuple):
+class CaseComparison(NamedTuple):
     """Medians of a case, in `unit`, and the ratio of this checkout to the older one: below 1 it takes less. The ratios
     of half of the starts lie in `middle`. `carried_by`: what carried the tensors of this checkout."""
 
@@ -48,10 +48,10 @@ class Compared(NamedTuple):
     carried_by: str = ""
 
     def __str__(self) -> str:
-        spread = "" if self.middle is None else "  half of the starts {:.3f} to {:.3f}".format(*self.middle)
+        spread_text = "" if self.middle is None else "  half of the starts {:.3f} to {:.3f}".format(*self.middle)
         carried = f"  carried by {self.carried_by}" if self.carried_by else ""
-        took = f"{self.before:8.4g} -> {self.after:8.4g} {self.unit}"
-        return f"{self.name:60} {took}  ratio {self.ratio:.3f}{spread}{carried}"
+        change = f"{self.before:8.4g} -> {self.after:8.4g} {self.unit}"
+        return f"{self.name:60} {change}  ratio {self.ratio:.3f}{spread_text}{carried}"
 
 
 def checkout(root: Path) -> Tree:
@@ -64,7 +64,7 @@ def checkout(root: Path) -> Tree:
     return Tree(root, python)
 
 
-def compare(cases: Iterable[Case], older: Tree, starts: int = STARTS) -> Iterator[Compared]:
+def compare(cases: Iterable[Case], older: Tree, starts: int = STARTS) -> Iterator[CaseComparison]:
     """Compare on this host. Raises PeerError when something fails, or a result is wrong."""
     for (setup, memory), group in itertools.groupby(cases, key=lambda case: (case.setup, case.kind == "memory")):
         if memory:
@@ -73,14 +73,16 @@ def compare(cases: Iterable[Case], older: Tree, starts: int = STARTS) -> Iterato
             yield from compare_in_turns(partial(_on_this_host, setup), older, list(group), starts)
 
 
-def compare_shaped(setting: Setting, cases: Sequence[Case], older: Tree, starts: int = STARTS) -> Iterator[Compared]:
+def compare_shaped(
+    setting: Setting, cases: Sequence[Case], older: Tree, starts: int = STARTS
+) -> Iterator[CaseComparison]:
     """As `compare`, between hosts with shaped links. Raises TestbedError, too, where there can be no such hosts."""
     return compare_in_turns(partial(_between_hosts, setting), older, cases, starts)
 
 
 def compare_in_turns(
     start: Callable[[Trees], AbstractContextManager[Contest]], older: Tree, cases: Sequence[Case], starts: int = STARTS
-) -> Iterator[Compared]:
+) -> Iterator[CaseComparison]:
     """Compare the entrants BEFORE and AFTER in all contests together. Raises PeerError when one fails, or its result is
     wrong."""
     trees = [(BEFORE, older), (AFTER, HERE)]
@@ -94,11 +96,11 @@ def compare_in_turns(
                 _check(case, before.wrong, after.wrong)
                 times[case].append(np.array([before.ms, after.ms]))
                 carriers[case] = carriers_text(after.carried)
-    for case, of_starts in times.items():
-        low, high = np.percentile([np.median(new / old) for old, new in of_starts], (25, 75)).tolist()
-        old, new = np.hstack(of_starts)
+    for case, pairs_of_starts in times.items():
+        low, high = np.percentile([np.median(new / old) for old, new in pairs_of_starts], (25, 75)).tolist()
+        old, new = np.hstack(pairs_of_starts)
         old_ms, new_ms, ratio = (float(np.median(samples)) for samples in (old, new, new / old))
-        yield Compared(case.name, "ms", old_ms, new_ms, ratio, middle=(low, high), carried_by=carriers[case])
+        yield CaseComparison(case.name, "ms", old_ms, new_ms, ratio, middle=(low, high), carried_by=carriers[case])
 
 
 @contextmanager
@@ -109,7 +111,7 @@ def _on_this_host(setup: Setup, trees: Trees) -> Iterator[Contest]:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
             shards = stack.enter_context(daemon(setup.shards, tree=tree))
             ranks = service_group(
-                setup.ranks, folder, shards.addresses, *tree.known(setup.settings), tree=tree,
+                setup.ranks, folder, shards.addresses, *tree.supported_settings(setup.settings), tree=tree,
                 carrier=setup.transport if tree == HERE else "",
             )  # fmt: skip
             entrants += _entrants(name, stack.enter_context(ranks))
@@ -119,16 +121,16 @@ def _on_this_host(setup: Setup, trees: Trees) -> Iterator[Contest]:
 @contextmanager
 def _between_hosts(setting: Setting, trees: Trees) -> Iterator[Contest]:
     with ExitStack() as stack:
-        of_ranks, of_shards = stack.enter_context(setting.testbed())
+        rank_hosts, shard_hosts = stack.enter_context(setting.testbed())
         entrants = []
         for number, (name, tree) in enumerate(trees):
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
             addresses = []
-            for host in of_shards:
+            for host in shard_hosts:
                 listen = f"{host.address}:{PORT + number}"
                 shards = stack.enter_context(daemon(1, OPEN, listen=listen, prefix=host.prefix, tree=tree))
                 addresses += shards.addresses
-            prefixes = [host.prefix for host in of_ranks]
+            prefixes = [host.prefix for host in rank_hosts]
             ranks = service_group(
                 setting.ranks, folder, addresses, "transport.kind=tcp", prefixes=prefixes, tree=tree,
                 carrier=setting.carrier if tree == HERE else "",
@@ -138,7 +140,7 @@ def _between_hosts(setting: Setting, trees: Trees) -> Iterator[Contest]:
 
 
 def _entrants(name: str, group: Group) -> list[Entrant]:
-    return [Entrant(replace(method, label=name), group) for method in OWN]
+    return [Entrant(replace(method, label=name), group) for method in OWN_METHODS]
 
 
 def _check(case: Case, *wrong: int) -> None:
@@ -147,9 +149,9 @@ def _check(case: Case, *wrong: int) -> None:
             raise PeerError(name, f"gave {elements} wrong elements: {case.name}")
 
 
-def _compare_memory(cases: Iterable[Case], older: Tree) -> Iterator[Compared]:
+def _compare_memory(cases: Iterable[Case], older: Tree) -> Iterator[CaseComparison]:
     for case in cases:
         before, after = (measure(case, tree) for tree in (older, HERE))
         _check(case, before.wrong, after.wrong)
-        for what, old, new in (("worker", before.worker, after.worker), ("shard", before.shard, after.shard)):
-            yield Compared(f"{case.name}: {what}", "MiB", old, new, new / old, carried_by=after.carried_by)
+        for process, old, new in (("worker", before.worker, after.worker), ("shard", before.shard, after.shard)):
+            yield CaseComparison(f"{case.name}: {process}", "MiB", old, new, new / old, carried_by=after.carried_by)

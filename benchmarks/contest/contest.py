@@ -32,25 +32,28 @@ AGSPARSE_DENSITY = 0.01  # above it a round of the all-gather of elements takes 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to do the exchange, for some cases. `rival`: what others use for dense tensors. `own`: the service's."""
+    """One way to do the exchange, for some cases. `is_rival`: what others use for dense tensors. `is_own`: the
+    service's."""
 
     label: str
     name: str
     kind: str
-    rival: bool = False
+    is_rival: bool = False
     densities: tuple[float, float] = (0.0, 1.0)  # least and most
-    own: bool = False
+    is_own: bool = False
 
     def fits(self, case: Case) -> bool:
-        least, most = self.densities
-        return self.kind == case.kind and least <= case.density <= most
+        low, high = self.densities
+        return self.kind == case.kind and low <= case.density <= high
 
 
 def _mpi(name: str) -> tuple[Method, ...]:
-    return tuple(Method(f"{name} {how}", how, "dense", rival=True) for how in ("out of place", "in place"))
+    return tuple(
+        Method(f"{name} {variant}", variant, "dense", is_rival=True) for variant in ("out of place", "in place")
+    )
 
 
-OWN = tuple(Method(OURS, "allreduce", kind, own=True) for kind in ("dense", "rows", "skew"))
+OWN_METHODS = tuple(Method(OURS, "allreduce", kind, is_own=True) for kind in ("dense", "rows", "skew"))
 AGSPARSE = (
     Method("AGsparse", "agsparse", "dense", densities=(0.0, AGSPARSE_DENSITY)),
     Method("AGsparse", "agsparse", "rows"),
@@ -58,7 +61,7 @@ AGSPARSE = (
 METHODS = {  # of each competitor
     "mpich": (*_mpi("mpich"), *AGSPARSE),
     "openmpi": _mpi("openmpi"),
-    "gloo": (Method("gloo", "allreduce", "dense", rival=True), Method("gloo sparse", "sparse", "rows")),
+    "gloo": (Method("gloo", "allreduce", "dense", is_rival=True), Method("gloo sparse", "sparse", "rows")),
 }
 PEERS = tuple(METHODS)
 
@@ -89,7 +92,7 @@ class Result:
     """
 
     label: str
-    rival: bool
+    is_rival: bool
     ms: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     up: int = 0
@@ -117,7 +120,7 @@ class Measured:
 
     def best_rival(self) -> Result | None:
         """The fastest of the others that move everything, if there are any."""
-        rivals = [result for result in self.results.values() if result.rival]
+        rivals = [result for result in self.results.values() if result.is_rival]
         return min(rivals, key=lambda result: result.median, default=None)
 
     def absent(self, *peers: str) -> list[str]:
@@ -130,15 +133,15 @@ def order(entrants: Sequence[Entrant], number: int) -> list[Entrant]:
 
     Those of one group are apart where they can be. Every second round goes backwards; every two begin one further.
     """
-    left, apart = list(entrants), list[Entrant]()
+    left, separated = list(entrants), list[Entrant]()
     while left:
         counts = Counter(entrant.group for entrant in left)
-        others = [entrant for entrant in left if not apart or entrant.group is not apart[-1].group]
-        apart.append(max(others or left, key=lambda entrant: counts[entrant.group]))
-        left.remove(apart[-1])
-    start = number // 2 % len(apart) if apart else 0
-    turned = apart[start:] + apart[:start]
-    return turned[::-1] if number % 2 else turned
+        candidates = [entrant for entrant in left if not separated or entrant.group is not separated[-1].group]
+        separated.append(max(candidates or left, key=lambda entrant: counts[entrant.group]))
+        left.remove(separated[-1])
+    start = number // 2 % len(separated) if separated else 0
+    rotated = separated[start:] + separated[:start]
+    return rotated[::-1] if number % 2 else rotated
 
 
 class Contest:
@@ -152,22 +155,22 @@ class Contest:
         entrants = [entrant for entrant in self._entrants if entrant.method.fits(case)]
         data: dict[str, Any] = {"overlap": case.overlap, "distribution": case.distribution, "density": case.density}
         for group in dict.fromkeys(entrant.group for entrant in entrants):
-            told = group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)
-            group.has_only_zeros = not told[0]["union_density"]
-        results = {entrant.label: Result(entrant.label, entrant.method.rival) for entrant in entrants}
+            descriptions = group.tell(do="case", elements=case.elements, block_size=BLOCK, seed=SEED, **data)
+            group.has_only_zeros = not descriptions[0]["union_density"]
+        results = {entrant.label: Result(entrant.label, entrant.method.is_rival) for entrant in entrants}
         for number in range(WARM_UP + case.rounds):
             for entrant in order(entrants, number):
                 self._round(entrant, case, number, results[entrant.label])
-        densities = {name: told[0][name] for name in ("density", "union_density", "others_density")}
+        densities = {name: descriptions[0][name] for name in ("density", "union_density", "others_density")}
         return Measured(case, results=results, **densities)
 
     def _round(self, entrant: Entrant, case: Case, number: int, result: Result) -> None:
         """One round of one entrant. The service's every result is checked, of the others those of the warm-up."""
-        checked = entrant.method.own or (number < WARM_UP and entrant.label not in (SCAN, BOUND))
+        is_checked = entrant.method.is_own or (number < WARM_UP and entrant.label not in (SCAN, BOUND))
         servers_s = entrant.servers_s()
         repeats = {"repeats": case.repeats} if case.repeats > 1 else {}
         answers = entrant.group.tell(
-            do="round", kind=case.kind, method=entrant.method.name, number=number, check=checked, **repeats
+            do="round", kind=case.kind, method=entrant.method.name, number=number, check=is_checked, **repeats
         )
         result.wrong += sum(answer["wrong"] for answer in answers)
         if number < WARM_UP:
@@ -193,10 +196,10 @@ def contest(setup: Setup, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
         shards = stack.enter_context(daemon(setup.shards))
         echoes = stack.enter_context(echo_servers(setup.shards if setup.transport == "tcp" else 0))
-        service = service_group(
+        service_ranks = service_group(
             setup.ranks, folder, shards.addresses, *setup.settings, echoes=echoes.addresses, carrier=setup.transport
         )
-        entrants = _own_entrants(stack.enter_context(service), shards, echoes)
+        entrants = _own_entrants(stack.enter_context(service_ranks), shards, echoes)
         for name in peers:
             try:
                 group = stack.enter_context(_peer_group(name, setup, folder))
@@ -208,11 +211,11 @@ def contest(setup: Setup, peers: Sequence[str] = PEERS) -> Iterator[Contest]:
 
 
 def _own_entrants(group: Group, shards: Servers, echoes: Servers) -> list[Entrant]:
-    entrants = [Entrant(method, group, shards.cpu_seconds) for method in OWN]
+    entrants = [Entrant(method, group, shards.cpu_seconds) for method in OWN_METHODS]
     entrants.append(Entrant(Method(SCAN, "scan", "dense"), group))
     if echoes.addresses:
-        bound = Method(BOUND, "carry", "dense", densities=(1.0, 1.0))
-        entrants.append(Entrant(bound, group, echoes.cpu_seconds))
+        sockets = Method(BOUND, "carry", "dense", densities=(1.0, 1.0))
+        entrants.append(Entrant(sockets, group, echoes.cpu_seconds))
     return entrants
 
 

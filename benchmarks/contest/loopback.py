@@ -122,9 +122,9 @@ def main() -> None:
                 echoes[sock.fileno()] = _Echo(sock)
                 poll.register(sock, select.POLLIN)
                 continue
-            wanted = echoes[number].turn()
-            if wanted:
-                poll.modify(number, wanted)
+            event = echoes[number].turn()
+            if event:
+                poll.modify(number, event)
             else:
                 poll.unregister(number)
                 del echoes[number]

@@ -60,7 +60,7 @@ def importer(tree: Tree) -> Iterator[int]:
     with subprocess.Popen(command, cwd=tree.root, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         if not process.stdout.readline():
-            raise PeerError(tree.named("the aggregator"), "could not be imported")
+            raise PeerError(tree.name_in_errors("the aggregator"), "could not be imported")
         yield process.pid  # at the end its input is closed, and it ends
 
 
@@ -70,8 +70,8 @@ def measure(case: Case, tree: Tree = HERE) -> Memory:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder, daemon(setup.shards, tree=tree) as running:
         program = ("benchmarks.peak_memory",)
         with service_group(
-            setup.ranks, folder, running.addresses, *tree.known(setup.settings), program=program, tree=tree,
-            carrier=setup.transport if tree == HERE else "",
+            setup.ranks, folder, running.addresses, *tree.supported_settings(setup.settings), program=program,
+            tree=tree, carrier=setup.transport if tree == HERE else "",
         ) as group:  # fmt: skip
             answers = group.tell(do="measure", elements=case.elements)
         resident = max(running.read(lambda pid: memory_mib("VmHWM", pid)))

@@ -139,15 +139,15 @@ TRAINING = {
 }
 
 
-def show_case(console: Console, found: Outcome) -> None:
+def show_case(console: Console, case_outcome: Outcome) -> None:
     """A table of one case, the fastest first."""
-    columns = {"memory": MEMORY, "training": TRAINING}.get(found.case.kind, TIMES)
-    table = Table(title=found.case.name, title_justify="left", box=None, pad_edge=False)
+    columns = {"memory": MEMORY, "training": TRAINING}.get(case_outcome.case.kind, TIMES)
+    table = Table(title=case_outcome.case.name, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
     for title in columns:
         table.add_column(title, justify="right")
-    for row in sorted(found.rows, key=lambda row: float(row.get("ms", 0))):
-        figures = ["" if row[key] is None else format(row[key] * scale, how) for key, how, scale in columns.values()]
+    for row in sorted(case_outcome.rows, key=lambda row: float(row.get("ms", 0))):
+        figures = ["" if row[key] is None else format(row[key] * scale, spec) for key, spec, scale in columns.values()]
         table.add_row(row["entrant"], *figures, style="bold" if row["entrant"] == OURS else None)
     console.print(table, "")
 
@@ -184,12 +184,12 @@ class Results:
         self.rows = [row for row in self.rows if row["case"] not in names]
         self.verdicts = [verdict for verdict in self.verdicts if verdict.case.partition(":")[0] not in names]
 
-    def add(self, found: Outcome) -> None:
+    def add(self, case_outcome: Outcome) -> None:
         """Put the outcome of a case in the place of what was known of it, and write the files."""
-        self.forget([found.case])
-        self._entrants[found.case.name] = {row["entrant"] for row in found.rows}
-        self.rows += found.rows
-        self.verdicts += found.verdicts
+        self.forget([case_outcome.case])
+        self._entrants[case_outcome.case.name] = {row["entrant"] for row in case_outcome.rows}
+        self.rows += case_outcome.rows
+        self.verdicts += case_outcome.verdicts
         self._write(self._file, self.rows)
         self._write(SUMMARY, [asdict(verdict) for verdict in self.verdicts])
 
@@ -200,16 +200,17 @@ class Results:
             entries: list[Row] = json.loads(path.read_text()) if path.exists() else []
         except ValueError as error:
             raise UsageError(f"{path}: not what a run wrote ({error}): remove it") from None
-        if other := {entry.pop("options", "") for entry in entries} - {self.options}:
-            theirs, ours = (options or "the defaults" for options in (other.pop(), self.options))
+        if other_options := {entry.pop("options", "") for entry in entries} - {self.options}:
+            stored_text, own_text = (options or "the defaults" for options in (other_options.pop(), self.options))
             raise UsageError(
-                f"{path} has results of {theirs}, and this is a run of {ours}: choose another folder with --results"
+                f"{path} has results of {stored_text}, and this is a run of {own_text}: "
+                "choose another folder with --results"
             )
         return entries
 
     def _write(self, name: str, content: list[Row]) -> None:
-        marked = [entry | {"options": self.options} for entry in content] if self.options else content
-        write_json(json.dumps(marked).encode(), self.folder / name)
+        entries = [entry | {"options": self.options} for entry in content] if self.options else content
+        write_json(json.dumps(entries).encode(), self.folder / name)
 
     @property
     def undecided(self) -> list[Verdict]:

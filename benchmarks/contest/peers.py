@@ -129,9 +129,9 @@ class Gloo(Peer):
 
     def _sparse(self, numbers: Array, values: Array, n_rows: int) -> tuple[Array, Array]:
         torch = self._torch
-        places, rows = torch.from_numpy(numbers).unsqueeze(0), torch.from_numpy(values)
+        indices, rows = torch.from_numpy(numbers).unsqueeze(0), torch.from_numpy(values)
         shape = (n_rows, values.shape[1])
-        tensor = torch.sparse_coo_tensor(places, rows, shape, is_coalesced=True, check_invariants=False)
+        tensor = torch.sparse_coo_tensor(indices, rows, shape, is_coalesced=True, check_invariants=False)
         self._dist.all_reduce(tensor)
         total = tensor.coalesce()
         return total.indices()[0].numpy(), total.values().numpy()
@@ -145,56 +145,60 @@ class AGsparse:
 
     def __init__(self, world: Any) -> None:
         self._world, self._size = world, world.Get_size()
-        self._kept: dict[str, Array] = {}
+        self._buffers: dict[str, Array] = {}
 
     def elements(self, tensor: Array) -> Array:
         """Sum tensors element by element, in place."""
         mask = np.not_equal(tensor, 0, out=self._buffer("mask", tensor.shape, np.bool_))
         indices = np.flatnonzero(mask)  # many times as fast as of the tensor itself
-        places = self._buffer("places", indices.shape, np.int32)
-        places[:] = indices
+        positions = self._buffer("places", indices.shape, np.int32)
+        positions[:] = indices
         values = np.take(tensor, indices, out=self._buffer("values", indices.shape, tensor.dtype), mode="clip")
         counts = self._counts(indices.size)
-        every, parts = self._gather("every place", places, counts), self._gather("parts", values, counts)
+        all_positions, parts = self._gather("every place", positions, counts), self._gather("parts", values, counts)
         tensor[indices] = 0
         ends = np.cumsum(counts)
         for end, count in zip(ends, counts, strict=True):  # of each rank: every place at most once
-            of_rank = every[end - count : end]
-            sums = np.take(tensor, of_rank, out=self._buffer("sums", of_rank.shape, tensor.dtype), mode="clip")
-            tensor[of_rank] = np.add(sums, parts[end - count : end], out=sums)
+            rank_positions = all_positions[end - count : end]
+            sums = np.take(
+                tensor, rank_positions, out=self._buffer("sums", rank_positions.shape, tensor.dtype), mode="clip"
+            )
+            tensor[rank_positions] = np.add(sums, parts[end - count : end], out=sums)
         return tensor
 
     def rows(self, numbers: Array, values: Array, n_rows: int) -> tuple[Array, Array]:
         """Sum rows; return the union's row numbers and sums."""
         counts = self._counts(numbers.size)
-        every, parts = self._gather("every number", numbers, counts), self._gather("rows", values, counts)
-        union, first, places = np.unique(every, return_index=True, return_inverse=True)
+        all_numbers, parts = self._gather("every number", numbers, counts), self._gather("rows", values, counts)
+        union, first, positions = np.unique(all_numbers, return_index=True, return_inverse=True)
         shape = (union.size, values.shape[1])
         result = np.take(parts, first, axis=0, out=self._buffer("union", shape, values.dtype), mode="clip")
-        again = np.flatnonzero(first[places] != np.arange(every.size))  # rows that an earlier rank has as well
-        for of_rank in np.split(again, np.searchsorted(again, np.cumsum(counts[:-1]))):  # every row at most once
-            shape = (of_rank.size, values.shape[1])
-            more = np.take(parts, of_rank, axis=0, out=self._buffer("more", shape, values.dtype), mode="clip")
-            where = places[of_rank]
-            sums = np.take(result, where, axis=0, out=self._buffer("row sums", shape, values.dtype), mode="clip")
-            result[where] = np.add(sums, more, out=sums)
+        # rows that an earlier rank has as well
+        repeated = np.flatnonzero(first[positions] != np.arange(all_numbers.size))
+        # of each rank: every row at most once
+        for rank_rows in np.split(repeated, np.searchsorted(repeated, np.cumsum(counts[:-1]))):
+            shape = (rank_rows.size, values.shape[1])
+            added = np.take(parts, rank_rows, axis=0, out=self._buffer("more", shape, values.dtype), mode="clip")
+            targets = positions[rank_rows]
+            sums = np.take(result, targets, axis=0, out=self._buffer("row sums", shape, values.dtype), mode="clip")
+            result[targets] = np.add(sums, added, out=sums)
         return union, result
 
-    def _counts(self, own: int) -> Array:
+    def _counts(self, count: int) -> Array:
         counts = np.empty(self._size, np.int64)
-        self._world.Allgather(np.array([own]), counts)
+        self._world.Allgather(np.array([count]), counts)
         return counts
 
     def _gather(self, name: str, part: Array, counts: Array) -> Array:
         width = part.shape[1] if part.ndim > 1 else 1
-        every = self._buffer(name, (int(counts.sum()), *part.shape[1:]), part.dtype)
-        self._world.Allgatherv(part, (every, counts * width))
-        return every
+        gathered = self._buffer(name, (int(counts.sum()), *part.shape[1:]), part.dtype)
+        self._world.Allgatherv(part, (gathered, counts * width))
+        return gathered
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: Any) -> Array:
         """Memory that is kept under this name, and grows."""
         size = int(np.prod(shape))
-        kept = self._kept.get(name)
-        if kept is None or kept.size < size or kept.dtype != dtype:
-            kept = self._kept[name] = np.ones(size + size // 4, dtype)  # written, so that its pages are there
-        return kept[:size].reshape(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.size < size or buffer.dtype != dtype:
+            buffer = self._buffers[name] = np.ones(size + size // 4, dtype)  # written, so that its pages are there
+        return buffer[:size].reshape(shape)

@@ -24,11 +24,11 @@ from omnireduce.console.plan.patterns import DrawnPatterns
 
 ITEM_BYTES = 4  # float32
 LATENCY_S = 1e-4  # of a small message through the testbed
-MOST_PERCENT = 10.0
-OWN = (OURS, FLAT, RELAYS)
+MAX_PERCENT = 10.0
+OWN_ENTRANTS = (OURS, FLAT, RELAYS)
 
 
-class Compared(NamedTuple):
+class PlanComparison(NamedTuple):
     """A row of `testbed.json`, and what the model says of it."""
 
     row: dict[str, Any]
@@ -36,8 +36,8 @@ class Compared(NamedTuple):
 
     @property
     def name(self) -> str:
-        how = "" if self.row["entrant"] == OURS else f" {self.row['entrant']}"
-        return f"{self.row['layout']}{how}, {self.row['ranks']} ranks, density {self.row['density']:g}"
+        suffix = "" if self.row["entrant"] == OURS else f" {self.row['entrant']}"
+        return f"{self.row['layout']}{suffix}, {self.row['ranks']} ranks, density {self.row['density']:g}"
 
     @property
     def predicted_ms(self) -> float:
@@ -51,53 +51,57 @@ class Compared(NamedTuple):
     @property
     def verdict(self) -> Verdict:
         """Whether the time comes within 10 %."""
-        return below(self.name, abs(self.predicted_ms / self.row["ms"] - 1) * 100, MOST_PERCENT, "%")
+        return below(self.name, abs(self.predicted_ms / self.row["ms"] - 1) * 100, MAX_PERCENT, "%")
 
 
-def compare_plans(folder: Path) -> list[Compared]:
+def compare_plans(folder: Path) -> list[PlanComparison]:
     """Predict what `testbed.json` and `relays.json` in this folder have. Raises OSError, ValueError where they cannot
     be read."""
     paths = [folder / name for name in ("testbed.json", "relays.json")]
     rows = [row for path in paths if path.exists() for row in json.loads(path.read_text())]
-    rows = [row for row in rows if row["entrant"] in OWN and row["kind"] == "dense"]
-    costs = Costs().at(speed_of([Compared(row, _predicted(row, Costs())) for row in rows]))
-    return [Compared(row, _predicted(row, costs)) for row in rows]
+    rows = [row for row in rows if row["entrant"] in OWN_ENTRANTS and row["kind"] == "dense"]
+    costs = Costs().at(speed_of([PlanComparison(row, _predict(row, Costs())) for row in rows]))
+    return [PlanComparison(row, _predict(row, costs)) for row in rows]
 
 
-def speed_of(found: Sequence[Compared]) -> float:
+def speed_of(comparisons: Sequence[PlanComparison]) -> float:
     """The speed of the processors, by what all rows took of them: machines that others use, too, differ by hours."""
     return float(
-        np.median([comparison.prediction.processor_s * 1e3 / comparison.processor_ms for comparison in found] or [1.0])
+        np.median(
+            [comparison.prediction.processor_s * 1e3 / comparison.processor_ms for comparison in comparisons] or [1.0]
+        )
     )
 
 
-def _predicted(row: dict[str, Any], costs: Costs) -> Prediction:
+def _predict(row: dict[str, Any], costs: Costs) -> Prediction:
     layout, ranks = row["layout"], row["ranks"]
     number = SHARED_HOSTS if layout == "shared" else ranks
     hosts = Hosts(number, os.cpu_count() or 1, row["link_bytes_per_s"], LATENCY_S, BURST_BYTES, one_machine=True)
     plan = Plan(ranks // number, layout == "shared", number, layout == "dedicated")
     if layout == "racks":
-        shared = row["link_bytes_per_s"]
-        hosts = hosts._replace(bytes_per_s=HOST_BYTES_PER_S, racks=RACKS, rack_bytes_per_s=shared)
+        rack_rate = row["link_bytes_per_s"]
+        hosts = hosts._replace(bytes_per_s=HOST_BYTES_PER_S, racks=RACKS, rack_bytes_per_s=rack_rate)
         plan = Plan(1, False, 1, dedicated=True, relays=row["entrant"] == RELAYS)
     block_bytes = BLOCK * ITEM_BYTES
     patterns = DrawnPatterns(row["bytes"] // block_bytes, row["density"], row["overlap"], ranks)
     return predict_plan(patterns, block_bytes, hosts, plan, costs=costs)
 
 
-def show_plans(console: Console, found: Sequence[Compared]) -> None:
+def show_plans(console: Console, comparisons: Sequence[PlanComparison]) -> None:
     """A table of both, and which are near enough."""
     table = Table(box=None)
     table.add_column("between shaped links")
     table.add_column("carried by")
     for title in ("ms", "predicted", "ratio", "processor ms", "predicted", "ratio"):
         table.add_column(title, justify="right")
-    for comparison in found:
+    for comparison in comparisons:
         pairs = [
             (comparison.row["ms"], comparison.predicted_ms),
             (comparison.processor_ms, comparison.prediction.processor_s * 1e3),
         ]
-        cells = [(f"{measured:.4g}", f"{guess:.4g}", f"{guess / measured:.2f}") for measured, guess in pairs]
+        cells = [
+            (f"{measured:.4g}", f"{predicted:.4g}", f"{predicted / measured:.2f}") for measured, predicted in pairs
+        ]
         table.add_row(comparison.name, comparison.row.get("carried_by", ""), *cells[0], *cells[1])
     console.print(table, "")
-    show_verdicts(console, [comparison.verdict for comparison in found])
+    show_verdicts(console, [comparison.verdict for comparison in comparisons])

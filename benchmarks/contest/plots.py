@@ -33,14 +33,14 @@ SAME = {"svg": {"Date": None}, "png": {"Software": None}}  # else a file tells w
 def draw(results: Path, out: Path, formats: Sequence[str] = ("png", "svg")) -> list[Path]:
     """Draw into `out` all figures for which the files in `results` have rows; return the pictures."""
     make_folder(out)
-    made = []
+    pictures = []
     with mpl.rc_context(STYLE):
-        read = [_read(results / f"{name}.json") for name in ("rows", "testbed", "relays", "training")]
-        for name, figure in _figures(*read):
+        row_lists = [_read(results / f"{name}.json") for name in ("rows", "testbed", "relays", "training")]
+        for name, figure in _figures(*row_lists):
             for extension in formats:
-                made.append(out / f"{name}.{extension}")
-                figure.savefig(made[-1], metadata=SAME[extension])
-    return made
+                pictures.append(out / f"{name}.{extension}")
+                figure.savefig(pictures[-1], metadata=SAME[extension])
+    return pictures
 
 
 def _read(path: Path) -> list[Row]:
@@ -54,12 +54,12 @@ def _figures(
         row for row in rows if (row["kind"], row.get("overlap"), row["size"]) == ("dense", "random", "100 MiB")
     ]  # fmt: skip
     for transport in TRANSPORTS:
-        here = [row for row in large if row["transport"] == transport]
-        two = [row for row in here if row["ranks"] == 2]
-        if len({row["density"] for row in two}) > 1:
-            yield f"time-{transport}", _time_over_density(two, transport)
-        if len({row["ranks"] for row in here}) > 1:
-            yield f"ranks-{transport}", _time_over_ranks(here, transport)
+        transport_rows = [row for row in large if row["transport"] == transport]
+        two_rank_rows = [row for row in transport_rows if row["ranks"] == 2]
+        if len({row["density"] for row in two_rank_rows}) > 1:
+            yield f"time-{transport}", _time_over_density(two_rank_rows, transport)
+        if len({row["ranks"] for row in transport_rows}) > 1:
+            yield f"ranks-{transport}", _time_over_ranks(transport_rows, transport)
     if _best_dense(large):
         yield "speedup", _speedup_over_density(large)
     if testbed:
@@ -170,11 +170,12 @@ def _share_of_bound(rows: list[Row]) -> Figure:
     return figure
 
 
-def _bars(axes: Any, label: str, values: Sequence[tuple[int, float]], number: int, of: int) -> list[float]:
-    """One bar for each (group, value): the bar `number` of the `of` that each group has. Where they are."""
-    at = [group + (number + 0.5) * 0.8 / of - 0.4 for group, _ in values]
-    axes.bar(at, [value for _, value in values], 0.8 / of, label=label)
-    return at
+def _bars(axes: Any, label: str, values: Sequence[tuple[int, float]], number: int, bar_count: int) -> list[float]:
+    """One bar for each (group, value): the bar `number` of the `bar_count` that each group has. Return the positions of
+    the bars."""
+    positions = [group + (number + 0.5) * 0.8 / bar_count - 0.4 for group, _ in values]
+    axes.bar(positions, [value for _, value in values], 0.8 / bar_count, label=label)
+    return positions
 
 
 def _with_relays(rows: list[Row]) -> Figure:
@@ -183,16 +184,18 @@ def _with_relays(rows: list[Row]) -> Figure:
     figure, axes = _axes(f"{rows[0]['size']} on two racks, whose links carry {rows[0]['rate']}", "density", "median ms")
     entrants = list(dict.fromkeys(row["entrant"] for row in rows))
     for number, entrant in enumerate(entrants):
-        own = [row for row in rows if row["entrant"] == entrant]
-        at = _bars(axes, entrant, [(densities.index(row["density"]), row["ms"]) for row in own], number, len(entrants))
+        entrant_rows = [row for row in rows if row["entrant"] == entrant]
+        positions = _bars(
+            axes, entrant, [(densities.index(row["density"]), row["ms"]) for row in entrant_rows], number, len(entrants)
+        )
         label = "the link alone" if number == 0 else None
-        axes.plot(at, [row["bound_ms"] for row in own], "k*", label=label)
+        axes.plot(positions, [row["bound_ms"] for row in entrant_rows], "k*", label=label)
     axes.set_xticks(range(len(densities)), [f"{density:g}" for density in densities])
     axes.legend()
     return figure
 
 
-def _place(row: Row) -> str:
+def _place_label(row: Row) -> str:
     return f"{row['ranks']} ranks, {row['links']}"
 
 
@@ -201,20 +204,26 @@ def _steps_per_second(rows: list[Row]) -> Figure:
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure = Figure(figsize=(7, 2.6 * len(models)), layout="constrained")
     for panel, model in zip(figure.subplots(len(models), squeeze=False)[:, 0], models, strict=True):
-        own = [row for row in rows if row["model"] == model]
-        places = list(dict.fromkeys(_place(row) for row in own))
-        entrants = list(dict.fromkeys(row["entrant"] for row in own))
+        model_rows = [row for row in rows if row["model"] == model]
+        labels = list(dict.fromkeys(_place_label(row) for row in model_rows))
+        entrants = list(dict.fromkeys(row["entrant"] for row in model_rows))
         for number, entrant in enumerate(entrants):
-            at = {_place(row): row["steps_per_s"] for row in own if row["entrant"] == entrant}
-            _bars(panel, entrant, [(places.index(place), value) for place, value in at.items()], number, len(entrants))
-        rates = [row["steps_per_s"] for row in own]
+            steps_of_label = {_place_label(row): row["steps_per_s"] for row in model_rows if row["entrant"] == entrant}
+            _bars(
+                panel,
+                entrant,
+                [(labels.index(label), value) for label, value in steps_of_label.items()],
+                number,
+                len(entrants),
+            )
+        rates = [row["steps_per_s"] for row in model_rows]
         if max(rates) > 10 * min(rates):
             panel.set(yscale="log", ylim=(min(rates) / 2, 4 * max(rates)))
             panel.yaxis.set_major_formatter(LogFormatter(labelOnlyBase=True))
         else:
             panel.set(ylim=(0, 1.25 * max(rates)))
         panel.set(title=model, ylabel="steps per second")
-        panel.set_xticks(range(len(places)), places)
+        panel.set_xticks(range(len(labels)), labels)
         panel.grid(axis="y", alpha=0.3)
         panel.legend(loc="upper right", ncols=len(entrants))
     return figure

@@ -45,9 +45,9 @@ def _trace(case: Case, shards: int) -> tuple[list[Lane], Rounds, Rounds]:
     with tempfile.TemporaryDirectory(prefix="omnireduce-trace-") as folder:
         tracing = f"trace.folder={folder}"
         with (
-            daemon(shards, tracing) as own,
+            daemon(shards, tracing) as aggregator,
             service_group(
-                case.ranks, folder, own.addresses, *case.setup.settings, tracing, carrier=case.transport
+                case.ranks, folder, aggregator.addresses, *case.setup.settings, tracing, carrier=case.transport
             ) as group,
         ):
             data: dict[str, Any] = {"density": case.density, "overlap": case.overlap, "distribution": case.distribution}

@@ -42,7 +42,7 @@ SHARED_HOSTS = 2
 SHARE_TARGET = 0.92
 DENSE_TARGETS = {"colocated": 1.0, "shared": 1.4}  # how many times as fast as gloo
 BEST_TARGET = 1.0  # how many times as fast as the best of gloo and Open MPI, on shared hosts
-DENSE = Method(OURS, "allreduce", "dense", own=True)
+DENSE = Method(OURS, "allreduce", "dense", is_own=True)
 PEERS = {"dedicated": (), "colocated": ("gloo",), "shared": ("gloo", "openmpi")}
 ROUNDS = {1.0: 5, 0.1: 7, 0.01: 9}  # by density
 
@@ -79,7 +79,10 @@ class Setting:
     def cases(self, rounds: int | None = None) -> list[Case]:
         """The cases, of `rounds` timed rounds each instead of their own."""
         case = Case("tcp", self.ranks, "100 MiB", 1.0, links=f"{self.layout} {self.rate}")
-        return [replace(case, density=density, rounds=rounds or own) for density, own in ROUNDS.items()]
+        return [
+            replace(case, density=density, rounds=rounds or default_rounds)
+            for density, default_rounds in ROUNDS.items()
+        ]
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -95,8 +98,12 @@ class Setting:
     def bound_ms(self, measured: Measured, bytes_per_s: float, down: float) -> float:
         """The least time that the links allow after a pause, in which their shapers have saved up a burst, when blocks
         of density `down` are sent to every rank."""
-        own = 1 - (1 - measured.density) ** (self.ranks // self.hosts)  # of a host, as its ranks draw their blocks
-        load = max(own, down) if self.layout == "dedicated" else (self.hosts - 1) / self.hosts * (own + down)
+        # the ranks of a host draw their blocks independently
+        host_density = 1 - (1 - measured.density) ** (self.ranks // self.hosts)
+        if self.layout == "dedicated":
+            load = max(host_density, down)
+        else:
+            load = (self.hosts - 1) / self.hosts * (host_density + down)
         shaped = max(0.0, load * measured.case.elements * 4 - BURST_BYTES)
         return 1e3 * shaped / bytes_per_s
 
@@ -112,12 +119,12 @@ def _shaped(setting: Setting, sets: Sequence[str]) -> Iterator[tuple[Contest, fl
     ranks = setting.ranks
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
-        of_ranks, of_shards = stack.enter_context(setting.testbed())
-        speeds = [goodput(of_shards[0], of_shards[1], 0.5) for _ in range(3)]
+        rank_hosts, shard_hosts = stack.enter_context(setting.testbed())
+        speeds = [goodput(shard_hosts[0], shard_hosts[1], 0.5) for _ in range(3)]
         bytes_per_s = max(speeds)  # less only where something disturbs it
-        daemons = _daemons(stack, of_shards)
+        daemons = _daemons(stack, shard_hosts)
         addresses = [address for servers in daemons for address in servers.addresses]
-        prefixes = [host.prefix for host in of_ranks]
+        prefixes = [host.prefix for host in rank_hosts]
         service = service_group(
             ranks, folder, addresses, "transport.kind=tcp", *sets, prefixes=prefixes, carrier=setting.carrier
         )
@@ -128,11 +135,11 @@ def _shaped(setting: Setting, sets: Sequence[str]) -> Iterator[tuple[Contest, fl
         entrants = [Entrant(DENSE, stack.enter_context(service), shards_s)]
         for name in setting.peers:
             try:
-                group = stack.enter_context(_peer_group(name, of_ranks, folder))
+                group = stack.enter_context(_peer_group(name, rank_hosts, folder))
             except (PeerError, RuntimeError, OSError) as error:
                 sys.stderr.write(f"bench: left out: {error}\n")
             else:
-                entrants += [Entrant(method, group) for method in METHODS[name] if method.rival]
+                entrants += [Entrant(method, group) for method in METHODS[name] if method.is_rival]
         yield Contest(entrants), bytes_per_s
 
 
@@ -144,9 +151,9 @@ def group_between(
     `program` are those of `service_group`. Raises TestbedError where there can be no such hosts."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
-        of_ranks, of_shards = stack.enter_context(Setting.of("dedicated", ranks, rate).testbed())
-        addresses = [address for servers in _daemons(stack, of_shards[:shards]) for address in servers.addresses]
-        prefixes = [host.prefix for host in of_ranks]
+        rank_hosts, shard_hosts = stack.enter_context(Setting.of("dedicated", ranks, rate).testbed())
+        addresses = [address for servers in _daemons(stack, shard_hosts[:shards]) for address in servers.addresses]
+        prefixes = [host.prefix for host in rank_hosts]
         yield stack.enter_context(
             service_group(
                 ranks, folder, addresses, "transport.kind=tcp", *sets, prefixes=prefixes, program=program, carrier="tcp"
@@ -159,10 +166,10 @@ def _daemons(stack: contextlib.ExitStack, hosts: Sequence[Host]) -> list[Servers
     return [stack.enter_context(daemon(1, OPEN, listen=f"{host.address}:{PORT}", prefix=host.prefix)) for host in hosts]
 
 
-def _peer_group(name: str, of_ranks: Sequence[Host], folder: str) -> Group:
+def _peer_group(name: str, rank_hosts: Sequence[Host], folder: str) -> Group:
     if name == "gloo":
-        return gloo_group(len(of_ranks), folder, [host.prefix for host in of_ranks], INTERFACE)
-    return openmpi_between(of_ranks, folder, INTERFACE)
+        return gloo_group(len(rank_hosts), folder, [host.prefix for host in rank_hosts], INTERFACE)
+    return openmpi_between(rank_hosts, folder, INTERFACE)
 
 
 def run_settings(cases: Mapping[Setting, Sequence[Case]], sets: Sequence[str] = ()) -> Iterator[Outcome]:
@@ -181,11 +188,11 @@ def _run_setting(setting: Setting, cases: Sequence[Case], sets: Sequence[str]) -
         for case in cases:
             measured = contest.run(case)
             bound = setting.bound_ms(measured, bytes_per_s, measured.union_density)
-            least = setting.bound_ms(measured, bytes_per_s, setting.others_density(measured))
-            more = {"layout": setting.layout, "rate": setting.rate, "link_bytes_per_s": bytes_per_s}
-            more |= {"bound_ms": bound, "least_ms": least}
+            lower_bound = setting.bound_ms(measured, bytes_per_s, setting.others_density(measured))
+            extra = {"layout": setting.layout, "rate": setting.rate, "link_bytes_per_s": bytes_per_s}
+            extra |= {"bound_ms": bound, "least_ms": lower_bound}
             rows = [
-                row | more | {"share": bound / row["ms"], "share_of_least": least / row["ms"]}
+                row | extra | {"share": bound / row["ms"], "share_of_least": lower_bound / row["ms"]}
                 for row in rows_of(measured)
             ]
             yield Outcome(case, rows, verdicts_of(setting, measured, bound))
@@ -198,11 +205,11 @@ def verdicts_of(setting: Setting, measured: Measured, bound_ms: float) -> list[V
         return [at_least(name, ours, "union bound", bound_ms, SHARE_TARGET)]
     if measured.case.density < 1:
         return [_against_best(name, setting.peers, measured, 0.9 / measured.union_density)]
-    lines = [_against_best(name, ("gloo",), measured, DENSE_TARGETS[setting.layout])]
+    verdicts = [_against_best(name, ("gloo",), measured, DENSE_TARGETS[setting.layout])]
     if setting.layout == "shared":
-        lines.append(_against_best(f"{name}: best", setting.peers, measured, BEST_TARGET))
-        lines.append(at_least(f"{name}: bound", ours, "union bound", bound_ms, SHARE_TARGET))
-    return lines
+        verdicts.append(_against_best(f"{name}: best", setting.peers, measured, BEST_TARGET))
+        verdicts.append(at_least(f"{name}: bound", ours, "union bound", bound_ms, SHARE_TARGET))
+    return verdicts
 
 
 def _against_best(name: str, peers: Sequence[str], measured: Measured, target: float) -> Verdict:

@@ -26,22 +26,22 @@ def sweep(cases: Iterable[Case], peers: Sequence[str]) -> Iterator[Outcome]:
             yield from _contests(setup, deque(group), peers)
 
 
-def _contests(setup: Setup, left: deque[Case], peers: Sequence[str]) -> Iterator[Outcome]:
+def _contests(setup: Setup, remaining: deque[Case], peers: Sequence[str]) -> Iterator[Outcome]:
     """After every failure all processes are started anew: the others may wait for what will not come."""
     if setup.shards != SHARDS:
         peers = ()  # about shards only
     absent: set[str] = set()  # during the next case
-    while left:
+    while remaining:
         with contest(setup, [name for name in peers if name not in absent]) as running:
-            while left:
-                case = left.popleft()
+            while remaining:
+                case = remaining.popleft()
                 try:
                     measured = running.run(case)
                 except PeerError as error:
                     if error.name in peers:
                         _complain(f"{case.name}, again without {error.name}: {error}")
                         absent.add(error.name)
-                        left.appendleft(case)
+                        remaining.appendleft(case)
                     else:
                         _complain(f"LEFT OUT: {case.name}: {error}")
                         absent.clear()

@@ -36,17 +36,17 @@ def verdicts(measured: Measured) -> list[Verdict]:
 
 
 def _dense(measured: Measured) -> list[Verdict]:
-    case, ours, lines = measured.case, measured.results[OURS].median, []
+    case, ours, found_verdicts = measured.case, measured.results[OURS].median, []
     if case.overlap != "random":
         return []
     kind = case.transport, case.ranks, case.size, case.repeats > 1
     target = AT_LEAST.get(kind, {}).get(case.density)
     if target is not None:
-        lines.append(_against_best(measured, ours, target))
-    label, most = AT_MOST.get((*kind, case.density), ("", 0.0))
+        found_verdicts.append(_against_best(measured, ours, target))
+    label, limit = AT_MOST.get((*kind, case.density), ("", 0.0))
     if label:
-        lines.append(at_most(case.name, ours, label, measured.results[label].median, most))
-    return lines + _small(measured)
+        found_verdicts.append(at_most(case.name, ours, label, measured.results[label].median, limit))
+    return found_verdicts + _small(measured)
 
 
 def _against_best(measured: Measured, ours: float, target: float) -> Verdict:
@@ -74,8 +74,8 @@ def _small(measured: Measured) -> list[Verdict]:
         return [below(f"{case.name}: p50", ours, LATENCY_MS, "ms")]
     if measured.absent("openmpi"):
         return [undecided(case.name, ours, ["openmpi"], 1.0)]
-    theirs = [result for label, result in measured.results.items() if label.startswith("openmpi")]
-    fastest = min(theirs, key=lambda result: result.median)
+    openmpi_results = [result for label, result in measured.results.items() if label.startswith("openmpi")]
+    fastest = min(openmpi_results, key=lambda result: result.median)
     return [at_least(case.name, ours, fastest.label, fastest.median, 1.0)]
 
 
@@ -94,10 +94,10 @@ def _skew(measured: Measured) -> list[Verdict]:
 def memory_verdicts(memory: Memory) -> list[Verdict]:
     """The verdicts on the targets for memory, and for the start of a daemon that has its kernels."""
     case = memory.case
-    lines = [
+    found_verdicts = [
         below(f"{case.name}: worker beyond its tensor", memory.worker, WORKER_MIB, "MiB"),
         below(f"{case.name}: shard beyond its slots", memory.shard, SHARD_MIB, "MiB"),
     ]
     if (case.transport, case.size) == (MEMORY, "100 MiB"):
-        lines.append(below(f"{case.name}: start of a warm daemon", memory.ready_s, READY_S, "s"))
-    return lines
+        found_verdicts.append(below(f"{case.name}: start of a warm daemon", memory.ready_s, READY_S, "s"))
+    return found_verdicts

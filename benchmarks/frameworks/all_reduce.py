@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.carriers import Watch, by_sockets
+from benchmarks.harness.carriers import CommunicatorWatch, count_socket_bytes
 from benchmarks.harness.group import run_ranks
 from omnireduce.errors import UsageError
 from omnireduce.support.printing import carriers_text
@@ -72,15 +72,15 @@ def _times_ms(x: Any, rounds: int, groups: list[Any]) -> tuple[Any, str]:
     times, carried = torch.zeros(len(groups), rounds + UNTIMED, dtype=torch.float64), Counter[str]()
     for number in range(rounds + UNTIMED):
         results = []
-        for at, group in enumerate(groups):
+        for index, group in enumerate(groups):
             results.append(x.clone())
             _finish(x)
             dist.barrier(groups[-1])
-            with by_sockets() as received:
+            with count_socket_bytes() as received:
                 begin = time.perf_counter()
                 dist.all_reduce(results[-1], group=group)
                 _finish(x)
-                times[at, number] = time.perf_counter() - begin
+                times[index, number] = time.perf_counter() - begin
         carried += received
         if not all(torch.equal(results[0], result) for result in results):
             raise SystemExit("the results differ")
@@ -101,7 +101,7 @@ def _run_rank(device: str, only: str) -> None:
 
     import omnireduce.torch  # noqa: F401  it registers the backend
 
-    watch = Watch()
+    watch = CommunicatorWatch()
     dist.init_process_group("omnireduce")
     groups = [dist.group.WORLD, dist.new_group(backend="gloo")]
     table = Table(box=None)
@@ -111,10 +111,12 @@ def _run_rank(device: str, only: str) -> None:
     for case in CASES:
         if only in case.name:
             before = watch.carried()
-            times, theirs_by = _times_ms(_tensor(case, dist.get_rank(), device), case.rounds, groups)
-            ours_by = carriers_text(watch.carried() - before)
-            ours, theirs = times.median(1).values.tolist()
-            table.add_row(case.name, f"{ours:.3g}", f"{theirs:.3g}", f"{theirs / ours:.2f}x", ours_by, theirs_by)
+            times, gloo_carriers = _times_ms(_tensor(case, dist.get_rank(), device), case.rounds, groups)
+            own_carriers = carriers_text(watch.carried() - before)
+            own_ms, gloo_ms = times.median(1).values.tolist()
+            table.add_row(
+                case.name, f"{own_ms:.3g}", f"{gloo_ms:.3g}", f"{gloo_ms / own_ms:.2f}x", own_carriers, gloo_carriers
+            )
     if dist.get_rank() == 0:
         Console(width=120).print(table)
     dist.destroy_process_group()

@@ -17,25 +17,25 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness.carriers import Carried, Watch, by_sockets
+from benchmarks.harness.carriers import Carried, CommunicatorWatch, count_socket_bytes
 from benchmarks.harness.group import run_ranks
 from benchmarks.harness.verdicts import Verdict, below, show_verdicts
 from omnireduce.core.dtypes import Array
 from omnireduce.support.printing import carriers_text
 
-RANKS, ELEMENTS, MANY = 2, 1 << 10, 1 << 18
-IN_A_ROW, FEW = 100, 10  # calls, of tensors of ELEMENTS and of MANY
+RANKS, ELEMENTS, LARGE_ELEMENTS = 2, 1 << 10, 1 << 18
+MANY_CALLS, FEW_CALLS = 100, 10  # of tensors of ELEMENTS, and of LARGE_ELEMENTS
 OURS, TORCH = "omnireduce", "through torch"
 ALONE, COMPARED = "gloo alone", "compared before"
 SYNC, ASYNC = "all-reduce, synchronous", "all-reduce, asynchronous, then wait"
 SMALL, LARGE = "all-gather of 4 KiB", "all-gather of 1 MiB"
-MOST_US = 60.0  # that torch may add: a collective of one host is not much longer
-MOST_COMPARED_US = 300.0  # that comparing may add: an exchange, and each rank waits for one that is behind
+MAX_ADDED_US = 60.0  # that torch may add: a collective of one host is not much longer
+MAX_COMPARING_US = 300.0  # that comparing may add: an exchange, and each rank waits for one that is behind
 
 
-class Way(NamedTuple):
-    """A way to do what `name` says. `call` reads `array`, of this rank; afterwards `result` is the same on all ranks.
-    The result of a mean is the array itself."""
+class Variant(NamedTuple):
+    """A library's variant of the operation `name`. `call` reads `array`, of this rank; afterwards `result` is the same
+    on all ranks. The result of a mean is the array itself."""
 
     library: str
     name: str
@@ -45,7 +45,7 @@ class Way(NamedTuple):
 
     @property
     def calls(self) -> int:
-        return IN_A_ROW if self.array.size == ELEMENTS else FEW
+        return MANY_CALLS if self.array.size == ELEMENTS else FEW_CALLS
 
 
 def measure_dispatch(turns: int) -> str:
@@ -54,7 +54,7 @@ def measure_dispatch(turns: int) -> str:
     return run_ranks("benchmarks.frameworks.dispatch", RANKS, str(turns))
 
 
-def _reductions() -> list[Way]:
+def _reductions() -> list[Variant]:
     import torch
     import torch.distributed as dist
 
@@ -67,62 +67,71 @@ def _reductions() -> list[Way]:
         (OURS, ASYNC): lambda: communicator.allreduce_async(array, op="mean").wait(),
         (TORCH, ASYNC): lambda: dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True).wait(),
     }
-    own = {OURS: array, TORCH: tensor.numpy()}
-    return [Way(*names, call, own[names[0]], own[names[0]]) for names, call in calls.items()]
+    arrays = {OURS: array, TORCH: tensor.numpy()}
+    return [Variant(*names, call, arrays[names[0]], arrays[names[0]]) for names, call in calls.items()]
 
 
-def _gathers() -> list[Way]:
+def _gathers() -> list[Variant]:
     import torch
     import torch.distributed as dist
 
     groups = {ALONE: dist.new_group(backend="gloo"), COMPARED: None}
 
-    def way(library: str, name: str, elements: int) -> Way:
+    def make_variant(library: str, name: str, elements: int) -> Variant:
         tensor, results = torch.empty(elements), torch.empty(RANKS, elements)
         parts, group = list(results), groups[library]
-        return Way(library, name, lambda: dist.all_gather(parts, tensor, group=group), tensor.numpy(), results.numpy())
+        return Variant(
+            library, name, lambda: dist.all_gather(parts, tensor, group=group), tensor.numpy(), results.numpy()
+        )
 
-    return [way(library, name, elements) for name, elements in ((SMALL, ELEMENTS), (LARGE, MANY)) for library in groups]
+    return [
+        make_variant(library, name, elements)
+        for name, elements in ((SMALL, ELEMENTS), (LARGE, LARGE_ELEMENTS))
+        for library in groups
+    ]
 
 
-def _time_us(way: Way, rank: int) -> float:
+def _time_us(variant: Variant, rank: int) -> float:
     """Microseconds of one call, out of many in a row. What the first and the last leave is checked."""
-    way.array[:] = 2 * rank
-    way.call()
-    _check(way)
+    variant.array[:] = 2 * rank
+    variant.call()
+    _check(variant)
     begin = time.perf_counter()
-    for _ in range(way.calls):
-        way.call()
-    us = (time.perf_counter() - begin) / way.calls * 1e6
-    _check(way)
+    for _ in range(variant.calls):
+        variant.call()
+    us = (time.perf_counter() - begin) / variant.calls * 1e6
+    _check(variant)
     return us
 
 
-def _check(way: Way) -> None:
+def _check(variant: Variant) -> None:
     """The mean of means is the same mean."""
-    expected = np.full(1, RANKS - 1) if way.result is way.array else 2 * np.arange(RANKS)[:, None]
-    if not (way.result == expected).all():
-        raise SystemExit(f"{way.library}, {way.name}: a wrong result")
+    expected = np.full(1, RANKS - 1) if variant.result is variant.array else 2 * np.arange(RANKS)[:, None]
+    if not (variant.result == expected).all():
+        raise SystemExit(f"{variant.library}, {variant.name}: a wrong result")
 
 
-def _show(ways: Sequence[Way], times: Sequence[Sequence[float]], carried: Mapping[str, Carried]) -> None:
+def _show(variants: Sequence[Variant], times: Sequence[Sequence[float]], carried: Mapping[str, Carried]) -> None:
     """Tables of the medians, and what torch's calls, or comparing, take more; and what has carried the tensors."""
     console = Console(width=120)
-    medians = {(way.library, way.name): float(np.median(samples)) for way, samples in zip(ways, times, strict=True)}
-    lines = list[Verdict]()
-    parts = (OURS, TORCH, (SYNC, ASYNC), MOST_US), (ALONE, COMPARED, (SMALL, LARGE), MOST_COMPARED_US)
-    for without, with_, names, most_us in parts:
+    medians = {
+        (variant.library, variant.name): float(np.median(samples))
+        for variant, samples in zip(variants, times, strict=True)
+    }
+    verdicts = list[Verdict]()
+    parts = (OURS, TORCH, (SYNC, ASYNC), MAX_ADDED_US), (ALONE, COMPARED, (SMALL, LARGE), MAX_COMPARING_US)
+    for base, extended, names, max_us in parts:
         table = Table(box=None)
         table.add_column(f"us of one call, {RANKS} ranks")
-        for title in (without, with_, "difference", "carried by"):
+        for title in (base, extended, "difference", "carried by"):
             table.add_column(title, justify="right")
         for name in names:
-            less, more = medians[without, name], medians[with_, name]
-            numbers = (f"{us:.0f}" for us in (less, more, more - less))
+            base_us, extended_us = medians[base, name], medians[extended, name]
+            numbers = (f"{us:.0f}" for us in (base_us, extended_us, extended_us - base_us))
             table.add_row(name, *numbers, carriers_text(carried[name]))
-            lines.append(below(f"dispatch, {name}", more - less, most_us, "us"))
+            verdicts.append(below(f"dispatch, {name}", extended_us - base_us, max_us, "us"))
         console.print(table, "")
-    show_verdicts(console, lines)
+    show_verdicts(console, verdicts)
 
 
 def _run_rank(turns: int) -> None:
@@ -130,18 +139,18 @@ def _run_rank(turns: int) -> None:
 
     import omnireduce.torch  # noqa: F401 - the back end
 
-    watch = Watch()
+    watch = CommunicatorWatch()
     dist.init_process_group("omnireduce")
-    ways = _reductions() + _gathers()
-    times, carried = [list[float]() for _ in ways], {way.name: Counter[str]() for way in ways}
+    variants = _reductions() + _gathers()
+    times, carried = [list[float]() for _ in variants], {variant.name: Counter[str]() for variant in variants}
     for _ in range(turns):
-        for way, samples in zip(ways, times, strict=True):
+        for variant, samples in zip(variants, times, strict=True):
             before = watch.carried()
-            with by_sockets() as received:
-                samples.append(_time_us(way, dist.get_rank()))
-            carried[way.name] += watch.carried() - before if way.name in (SYNC, ASYNC) else received
+            with count_socket_bytes() as received:
+                samples.append(_time_us(variant, dist.get_rank()))
+            carried[variant.name] += watch.carried() - before if variant.name in (SYNC, ASYNC) else received
     if dist.get_rank() == 0:
-        _show(ways, times, carried)
+        _show(variants, times, carried)
     dist.destroy_process_group()
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.contest.cases import MEMORY
-from benchmarks.harness.carriers import by_sockets
+from benchmarks.harness.carriers import count_socket_bytes
 from benchmarks.harness.environments import HERE, ROOT
 from benchmarks.harness.group import Group, PeerError, socket_path
 from benchmarks.harness.orders import serve
@@ -32,7 +32,7 @@ from benchmarks.harness.verdicts import at_least, show_verdicts
 from omnireduce.core.dtypes import Array
 
 OWN, OURS = "parameter by parameter, mpi4py", "omnireduce"
-RANKS, STEPS, LEAST = 2, 10, 2.0
+RANKS, STEPS, MIN_SPEEDUP = 2, 10, 2.0
 CONVOLUTIONS = (
     (3, 16, 7),
     (16, 32, 3),
@@ -71,45 +71,46 @@ class Averaging:
         self._needle, self._mpi = needle, MPI
         self.rank, _ = ddp.init()
         self._device, self._world = needle.cpu(), MPI.COMM_WORLD
-        self._ways = {OWN: self._own, OURS: self._ours}
-        chance = np.random.default_rng(self.rank)
+        self._variants = {OWN: self._average_over_mpi, OURS: self._average_over_service}
+        rng = np.random.default_rng(self.rank)
         self._models: dict[str, tuple[list[Any], list[Array], Any]] = {}
         for name, shapes in _models().items():
-            values = [chance.integers(-8, 9, shape).astype(np.float32) for shape in shapes]
+            values = [rng.integers(-8, 9, shape).astype(np.float32) for shape in shapes]
             parameters = [needle.nn.Parameter(np.zeros(shape, np.float32), device=self._device) for shape in shapes]
             self._models[name] = parameters, values, ddp.DistributedOptimizer(needle.optim.SGD(parameters, lr=1.0))
 
-    def turn(self, model: str, way: str) -> dict[str, Any]:
+    def turn(self, model: str, variant: str) -> dict[str, Any]:
         """The milliseconds of an exchange, and a sum of all its numbers, which is exact."""
         parameters, values, optimizer = self._models[model]
         for parameter, gradient in zip(parameters, values, strict=True):
             parameter.grad = self._needle.Tensor(gradient, device=self._device, requires_grad=False)
         self._world.Barrier()
-        with by_sockets() as carried:
+        with count_socket_bytes() as carried:
             begin = time.perf_counter()
-            self._ways[way](parameters, optimizer)
+            self._variants[variant](parameters, optimizer)
             ms = (time.perf_counter() - begin) * 1e3
-        total = sum((at + 1) * float(parameter.grad.numpy().sum()) for at, parameter in enumerate(parameters))
-        return {"ms": ms, "sum": total} | ({"carried": carried} if way == OWN else {})
+        total = sum((number + 1) * float(parameter.grad.numpy().sum()) for number, parameter in enumerate(parameters))
+        return {"ms": ms, "sum": total} | ({"carried": carried} if variant == OWN else {})
 
-    def _own(self, parameters: list[Any], optimizer: Any) -> None:
+    def _average_over_mpi(self, parameters: list[Any], optimizer: Any) -> None:
         for parameter in parameters:
-            sent = np.ascontiguousarray(parameter.grad.numpy())
-            summed = np.empty_like(sent, dtype=parameter.dtype)
-            self._world.Allreduce(sent, summed, op=self._mpi.SUM)
-            summed = summed / self._world.size
-            parameter.grad.data = self._needle.Tensor(summed, device=self._device, dtype=parameter.grad.dtype)
+            gradient = np.ascontiguousarray(parameter.grad.numpy())
+            mean = np.empty_like(gradient, dtype=parameter.dtype)
+            self._world.Allreduce(gradient, mean, op=self._mpi.SUM)
+            mean = mean / self._world.size
+            parameter.grad.data = self._needle.Tensor(mean, device=self._device, dtype=parameter.grad.dtype)
 
-    def _ours(self, parameters: list[Any], optimizer: Any) -> None:
+    def _average_over_service(self, parameters: list[Any], optimizer: Any) -> None:
         optimizer.average_gradients()
 
 
 def measure(console: Console, turns: int) -> bool:
-    """Let the ways take turns; return whether the aim is met. Raises PeerError where one fails or gives wrong means."""
-    rows: dict[tuple[str, str], list[float]] = {(model, way): [] for model in _models() for way in (OWN, OURS)}
+    """Let the variants take turns; return whether the aim is met. Raises PeerError where one fails or gives wrong
+    means."""
+    rows: dict[tuple[str, str], list[float]] = {(model, variant): [] for model in _models() for variant in (OWN, OURS)}
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:
-        own = [str(HERE.python), "-m", "benchmarks.frameworks.needle", socket_path(folder, "frameworks")]
-        command = [str(Path(HERE.python).parent / "mpirun"), "-n", str(RANKS), *own]
+        rank_command = [str(HERE.python), "-m", "benchmarks.frameworks.needle", socket_path(folder, "frameworks")]
+        command = [str(Path(HERE.python).parent / "mpirun"), "-n", str(RANKS), *rank_command]
         with Group("frameworks", RANKS, [command], folder, carrier={OURS: MEMORY}) as group:
             for _ in range(turns + 1):
                 for model in _models():
@@ -119,11 +120,11 @@ def measure(console: Console, turns: int) -> bool:
     for title in ("averages on two ranks", "way", "ms", "carried by"):
         table.add_column(title, justify="right" if title == "ms" else "left")
     medians = {key: float(np.median(times[STEPS:])) for key, times in rows.items()}  # the first turn warms up
-    for (model, way), ms in medians.items():
-        table.add_row(model, way, f"{ms:.4g}", group.carrier_of(way))
+    for (model, variant), ms in medians.items():
+        table.add_row(model, variant, f"{ms:.4g}", group.carrier_of(variant))
     console.print(table, "")
     verdicts = [
-        at_least(model, medians[model, OURS], OWN, medians[model, OWN], LEAST) for model in _models()
+        at_least(model, medians[model, OURS], OWN, medians[model, OWN], MIN_SPEEDUP) for model in _models()
     ]  # fmt: skip
     show_verdicts(console, verdicts)
     return all(verdict.met for verdict in verdicts)
@@ -132,17 +133,17 @@ def measure(console: Console, turns: int) -> bool:
 def _take_step(group: Group, model: str, rows: dict[tuple[str, str], list[float]]) -> None:
     """Ways alternate: neither finds its code and memory in the caches, as none does in a training."""
     sums = set[float]()
-    for way in (OWN, OURS):
-        answers = group.tell(do="turn", model=model, way=way)
-        rows[model, way].append(max(answer["ms"] for answer in answers))
+    for variant in (OWN, OURS):
+        answers = group.tell(do="turn", model=model, variant=variant)
+        rows[model, variant].append(max(answer["ms"] for answer in answers))
         sums.update(answer["sum"] for answer in answers)
     if len(sums) > 1:
         raise PeerError("frameworks", f"gave different means of {model}: {sums}")
 
 
 def _start() -> tuple[int, dict[str, Any]]:
-    made = Averaging()
-    return made.rank, {"turn": made.turn}
+    averaging = Averaging()
+    return averaging.rank, {"turn": averaging.turn}
 
 
 if __name__ == "__main__":

@@ -23,27 +23,26 @@ from benchmarks.contest.cases import MEMORY
 from benchmarks.contest.contest import OURS
 from benchmarks.contest.outcomes import Outcome, Row
 from benchmarks.contest.shaped import INTERFACE, OPEN, PORT, SHARED_HOSTS, Setting
-from benchmarks.harness.carriers import NOTHING, wrong_carrier
-from benchmarks.harness.carriers import SAID as CARRIED
+from benchmarks.harness.carriers import CARRIED_BY, NOTHING, wrong_carrier
 from benchmarks.harness.environments import ROOT, python_of
 from benchmarks.harness.group import THREADS, PeerError, daemon, end_torchrun
 from benchmarks.harness.verdicts import Verdict, at_least, at_most, undecided
 
 GLOO = "gloo"
 RUN_S = 300.0  # the longest that one run of an example may take
-EXIT_S, LOOK_EVERY_S = 5.0, 0.2
+EXIT_S, POLL_S = 5.0, 0.2
 TURNS = 5
-SAID = re.compile(r" ([\d.]+) steps/s; (?:loss )?([\d.]+)")
-MOST_APART = 0.01  # how far a loss, or an accuracy in percent, may be from gloo's, as a part of that
+SPEED_LINE = re.compile(r" ([\d.]+) steps/s; (?:loss )?([\d.]+)")
+MAX_DIFFERENCE = 0.01  # how far a loss, or an accuracy in percent, may be from gloo's, as a part of that
 THIS_HOST, DENSE = "this host", " dense"
 SHAPED_RANKS = 4  # with a target: two on each host
 
 
 class Model(NamedTuple):
-    """An example: its file, and the options of each way to run it."""
+    """An example: its file, and the options of each variant."""
 
     script: str
-    ways: dict[str, tuple[str, ...]]
+    variants: dict[str, tuple[str, ...]]
 
 
 MODELS = {
@@ -74,8 +73,10 @@ class Training:
     @property
     def labels(self) -> dict[str, tuple[str, tuple[str, ...]]]:
         """The entrants: the backend of each, and the options."""
-        ways = MODELS[self.model].ways
-        return {backend + way: (backend, options) for way, options in ways.items() for backend in (OURS, GLOO)}
+        variants = MODELS[self.model].variants
+        return {
+            backend + variant: (backend, options) for variant, options in variants.items() for backend in (OURS, GLOO)
+        }
 
 
 @dataclass
@@ -88,7 +89,7 @@ class Runs:
     carriers: set[str] = field(default_factory=set)
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """Place of the ranks: what is put before the command of each host, and what all of them have in their
     environment."""
 
@@ -102,13 +103,13 @@ def run_trainings(cases: Sequence[Training], turns: int) -> Iterator[Outcome]:
     can be no hosts with shaped links, PeerError where a daemon does not start, OmniReduceError where torch cannot be
     installed."""
     for case in cases:
-        with _place(case) as place:
+        with _placement(case) as placement:
             runs = {label: Runs() for label in case.labels}
             for turn in range(turns):
                 labels = list(runs)
                 for label in labels[turn % len(labels) :] + labels[: turn % len(labels)]:
                     try:
-                        step_ms, quality, carrier = _run(case, label, place)
+                        step_ms, quality, carrier = _run(case, label, placement)
                     except PeerError as error:
                         sys.stderr.write(f"bench: LEFT OUT: a run of {case.name}: {error}\n")
                         continue
@@ -118,14 +119,14 @@ def run_trainings(cases: Sequence[Training], turns: int) -> Iterator[Outcome]:
         yield outcome_of(case, runs)
 
 
-def outcome_of(case: Training, found: Mapping[str, Runs]) -> Outcome:
-    return Outcome(case, _rows(case, found), _verdicts(case, found))
+def outcome_of(case: Training, runs_by_label: Mapping[str, Runs]) -> Outcome:
+    return Outcome(case, _rows(case, runs_by_label), _verdicts(case, runs_by_label))
 
 
 @contextlib.contextmanager
-def _place(case: Training) -> Iterator[Place]:
+def _placement(case: Training) -> Iterator[Placement]:
     if case.links == THIS_HOST:
-        yield Place([()], {"GLOO_SOCKET_IFNAME": "lo"})
+        yield Placement([()], {"GLOO_SOCKET_IFNAME": "lo"})
         return
     with contextlib.ExitStack() as stack:
         _, hosts = stack.enter_context(Setting("shared", case.ranks, case.links).testbed())
@@ -137,38 +138,40 @@ def _place(case: Training) -> Iterator[Place]:
             "OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(address for servers in daemons for address in servers.addresses),
             "OMNIREDUCE_TRANSPORT_KIND": "tcp",
         }
-        yield Place([host.prefix for host in hosts], environ, hosts[0].address)
+        yield Placement([host.prefix for host in hosts], environ, hosts[0].address)
 
 
-def _run(case: Training, label: str, place: Place) -> tuple[float, float, str]:
+def _run(case: Training, label: str, placement: Placement) -> tuple[float, float, str]:
     """Run an example; return the milliseconds of a step, the loss or accuracy, and what carried the tensors. Raises
     PeerError where that is not what the case says."""
     backend, options = case.labels[label]
-    torchrun, hosts = python_of("gloo").parent / "torchrun", len(place.prefixes)
-    meet = ["--nnodes", str(hosts), "--master-addr", place.address] if place.address else ["--standalone"]
+    torchrun, hosts = python_of("gloo").parent / "torchrun", len(placement.prefixes)
+    rendezvous_options = (
+        ["--nnodes", str(hosts), "--master-addr", placement.address] if placement.address else ["--standalone"]
+    )
     program = ["-m", "benchmarks.harness.carriers", str(ROOT / "examples" / MODELS[case.model].script)]
     program += ["--backend", backend, *options]
     commands = [
         [
             *prefix,
             str(torchrun),
-            *meet,
+            *rendezvous_options,
             "--node-rank",
             str(host),
             "--nproc-per-node",
             str(case.ranks // hosts),
             *program,
         ]
-        for host, prefix in enumerate(place.prefixes)
+        for host, prefix in enumerate(placement.prefixes)
     ]
-    text = _output(label, commands, place.environ)
-    said = SAID.search(text)
-    if said is None:
+    text = _output(label, commands, placement.environ)
+    match = SPEED_LINE.search(text)
+    if match is None:
         raise PeerError(label, f"did not say how fast it was: {text[-500:]}")
-    carrier = "+".join(sorted(set(CARRIED.findall(text)))) or NOTHING
+    carrier = "+".join(sorted(set(CARRIED_BY.findall(text)))) or NOTHING
     if wrong := wrong_carrier(case.carrier if backend == OURS else "tcp", carrier):
         raise PeerError(label, f"failed: {wrong}")
-    return 1e3 / float(said[1]), float(said[2]), carrier
+    return 1e3 / float(match[1]), float(match[2]), carrier
 
 
 def _output(label: str, commands: Sequence[Sequence[str]], environ: dict[str, str]) -> str:
@@ -191,14 +194,14 @@ def _output(label: str, commands: Sequence[Sequence[str]], environ: dict[str, st
             processes.append(process)
         deadline = time.monotonic() + RUN_S
         while not all(process.poll() is not None for process in processes) and time.monotonic() < deadline:
-            time.sleep(LOOK_EVERY_S)
-            if SAID.search(_written(log)):
+            time.sleep(POLL_S)
+            if SPEED_LINE.search(_written(log)):
                 deadline = min(deadline, time.monotonic() + EXIT_S)
         text = _written(log)
         if any(process.poll() for process in processes):
             raise PeerError(label, f"failed: {text[-500:]}")
         if any(process.poll() is None for process in processes):
-            if not SAID.search(text):
+            if not SPEED_LINE.search(text):
                 raise PeerError(label, f"took longer than {RUN_S:g} s")
             sys.stderr.write(f"bench: a run of {label} said how fast it was, and did not end\n")
         return text
@@ -208,14 +211,14 @@ def _written(log: IO[bytes]) -> str:
     return os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
 
 
-def _rows(case: Training, found: Mapping[str, Runs]) -> list[Row]:
+def _rows(case: Training, runs_by_label: Mapping[str, Runs]) -> list[Row]:
     """One for each entrant that ran. Wrong is one whose model is not as good, or as bad, as gloo's."""
     rows = []
-    for label, runs in found.items():
+    for label, runs in runs_by_label.items():
         if not runs.ms:
             continue
-        theirs = found[GLOO + label.removeprefix(OURS).removeprefix(GLOO)].quality or runs.quality
-        quality, theirs_quality = float(np.median(runs.quality)), float(np.median(theirs))
+        gloo_qualities = runs_by_label[GLOO + label.removeprefix(OURS).removeprefix(GLOO)].quality or runs.quality
+        quality, gloo_quality = float(np.median(runs.quality)), float(np.median(gloo_qualities))
         rows.append(
             {
                 "case": case.name,
@@ -232,25 +235,25 @@ def _rows(case: Training, found: Mapping[str, Runs]) -> list[Row]:
                 "steps_per_s": 1e3 / float(np.median(runs.ms)),
                 "quality": quality,
                 "carried_by": ", ".join(sorted(runs.carriers)),
-                "wrong": int(abs(quality - theirs_quality) > MOST_APART * theirs_quality),
+                "wrong": int(abs(quality - gloo_quality) > MAX_DIFFERENCE * gloo_quality),
             }
         )
     return rows
 
 
-def _verdicts(case: Training, found: Mapping[str, Runs]) -> list[Verdict]:
-    medians = {label: float(np.median(runs.ms)) for label, runs in found.items() if runs.ms}
-    return [_verdict(case.name + what, medians, ours, peer, target) for what, ours, peer, target in _targets(case)]
+def _verdicts(case: Training, runs_by_label: Mapping[str, Runs]) -> list[Verdict]:
+    medians = {label: float(np.median(runs.ms)) for label, runs in runs_by_label.items() if runs.ms}
+    return [_verdict(case.name + suffix, medians, ours, peer, target) for suffix, ours, peer, target in _targets(case)]
 
 
 def _targets(case: Training) -> list[tuple[str, str, str, float]]:
     """The comparisons: our entrant, theirs, and how many times as fast we have to be; below 1, almost."""
-    plain = case.links == THIS_HOST
+    is_this_host = case.links == THIS_HOST
     if case.model != "embedding":
-        if plain:
+        if is_this_host:
             return [("", OURS, GLOO, 1 / 1.05)]
         return [("", OURS, GLOO, 1.0)] if case.ranks == SHAPED_RANKS else []
-    if plain:
+    if is_this_host:
         return [(": against dense", OURS, GLOO + DENSE, 1.2), (": both dense", OURS + DENSE, GLOO + DENSE, 1.2)]
     if case.ranks != SHAPED_RANKS:
         return []

@@ -27,37 +27,37 @@ from typing import Any
 from omnireduce.runtime.rank import engine
 from omnireduce.support.printing import carriers_text
 
-SAID = re.compile(r"^carried by (\S+)$", re.MULTILINE)
+CARRIED_BY = re.compile(r"^carried by (\S+)$", re.MULTILINE)
 NOTHING = carriers_text({})
 NO_SOCKET = "no socket"
 BYTES_RECEIVED = struct.Struct("128xQ")  # in the kernel's struct tcp_info
 Carried = Mapping[str, int]  # bytes, by transport
 
 
-class Watch:
+class CommunicatorWatch:
     """The communicators that this process makes from now on."""
 
     def __init__(self) -> None:
-        self._seen: list[Any] = []
+        self._communicators: list[Any] = []
         self._opened = engine.opened
         engine.opened = self._remember  # which each communicator calls when it has joined
 
     def _remember(self, communicator: Any) -> None:
-        if communicator not in self._seen:
-            self._seen.append(communicator)
+        if communicator not in self._communicators:
+            self._communicators.append(communicator)
         self._opened(communicator)
 
     def __bool__(self) -> bool:
         """Whether there are any."""
-        return bool(self._seen)
+        return bool(self._communicators)
 
     def carried(self) -> Counter[str]:
         """The bytes that they have carried so far."""
-        return together(comm.statistics().carried for comm in self._seen)
+        return sum_carried(comm.statistics().carried for comm in self._communicators)
 
 
 @contextlib.contextmanager
-def by_sockets() -> Iterator[Counter[str]]:
+def count_socket_bytes() -> Iterator[Counter[str]]:
     """For a library that does not count its bytes, such as MPI or gloo: what TCP has carried meanwhile to this process,
     or that no socket has carried anything. The counter is filled at the end."""
     carried, before = Counter[str](), tcp_bytes()
@@ -80,26 +80,26 @@ def tcp_bytes() -> int:
     return total
 
 
-def together(parts: Iterable[Carried]) -> Counter[str]:
+def sum_carried(parts: Iterable[Carried]) -> Counter[str]:
     """The sum of all."""
     return sum(map(Counter, parts), Counter[str]())
 
 
-def wrong_carrier(expected: str, found: str) -> str:
+def wrong_carrier(expected: str, actual: str) -> str:
     """The error, if another carrier than `expected`, such as "tcp" or "memory+tcp", was found; empty if there is
     none."""
-    return "" if found == expected else f"{found} carried the tensors, and not {expected}, as the benchmark says"
+    return "" if actual == expected else f"{actual} carried the tensors, and not {expected}, as the benchmark says"
 
 
 def main() -> None:
-    watch, counted = Watch(), list[Carried]()
+    watch, counted = CommunicatorWatch(), list[Carried]()
     del sys.argv[0]
 
-    def say() -> None:
-        sys.stderr.write(f"\ncarried by {carriers_text(watch.carried() if watch else together(counted))}\n")
+    def print_carriers() -> None:
+        sys.stderr.write(f"\ncarried by {carriers_text(watch.carried() if watch else sum_carried(counted))}\n")
 
     with contextlib.ExitStack() as stack:
-        stack.callback(say)
+        stack.callback(print_carriers)
         if "torch" in Path(sys.argv[0]).read_text(encoding="utf-8"):
             _count_process_group(stack, counted)
         runpy.run_path(sys.argv[0], run_name="__main__")
@@ -109,17 +109,17 @@ def _count_process_group(stack: contextlib.ExitStack, counted: list[Carried]) ->
     """Count from when torch's ranks have met until they part, which closes their connections. Then close the stack."""
     import torch.distributed as dist
 
-    meet, part = dist.init_process_group, dist.destroy_process_group
+    init, destroy = dist.init_process_group, dist.destroy_process_group
 
-    def begin(*arguments: Any, **options: Any) -> None:
-        meet(*arguments, **options)
-        counted.append(stack.enter_context(by_sockets()))
+    def counted_init(*arguments: Any, **options: Any) -> None:
+        init(*arguments, **options)
+        counted.append(stack.enter_context(count_socket_bytes()))
 
-    def end(*arguments: Any, **options: Any) -> None:
+    def counted_destroy(*arguments: Any, **options: Any) -> None:
         stack.close()
-        part(*arguments, **options)
+        destroy(*arguments, **options)
 
-    dist.init_process_group, dist.destroy_process_group = begin, end
+    dist.init_process_group, dist.destroy_process_group = counted_init, counted_destroy
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ class Tree(NamedTuple):
     root: Path
     python: Path
 
-    def named(self, what: str) -> str:
-        """The name of `what` of this checkout in errors."""
-        return what if self == HERE else f"{what} of {self.root}"
+    def name_in_errors(self, noun: str) -> str:
+        """The name of `noun` of this checkout in errors."""
+        return noun if self == HERE else f"{noun} of {self.root}"
 
-    def known(self, sets: Sequence[str]) -> list[str]:
+    def supported_settings(self, sets: Sequence[str]) -> list[str]:
         """The `section.key=value` among these for which this checkout has a setting: an older one may lack some."""
         sections = tomllib.loads((self.root / "configs" / "reference.toml").read_text())
         parts = [(setting, *setting.partition("=")[0].split(".")) for setting in sets]
@@ -49,18 +49,18 @@ def python_of(name: str) -> Path:
     if name not in PACKAGES:
         return Path(sys.executable)
     folder = ROOT / f".venv-{name}"
-    ready, wanted = folder / ".ready", "\n".join(PACKAGES[name])
-    if not ready.exists() or ready.read_text() != wanted:
+    ready, requirements = folder / ".ready", "\n".join(PACKAGES[name])
+    if not ready.exists() or ready.read_text() != requirements:
         sys.stderr.write(f"bench: making {folder.name} with {' '.join(PACKAGES[name])}\n")
         shutil.rmtree(folder, ignore_errors=True)
         _run([sys.executable, "-m", "venv", str(folder)])
         _run([str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "-e", str(ROOT), *PACKAGES[name]])
-        ready.write_text(wanted)
+        ready.write_text(requirements)
     return folder / "bin" / "python"
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
+        last = (process.stderr.strip().splitlines() or ["no message"])[-1]
         raise OmniReduceError(f"{' '.join(command[:4])} ... failed: {last}")

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.harness.carriers import NOTHING, together, wrong_carrier
+from benchmarks.harness.carriers import NOTHING, sum_carried, wrong_carrier
 from benchmarks.harness.environments import HERE, ROOT, Tree, python_of
 from benchmarks.harness.testbed import Host
 from omnireduce.errors import OmniReduceError
@@ -35,7 +35,7 @@ TORCHRUN_END_S = 45.0  # it gives its ranks 30 s
 THREADS = {"OMP_NUM_THREADS": "1"}
 # its default, UCX, takes shared memory between local ranks whatever MPICH is told
 MPICH_OVER_TCP = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
-ALL = ""  # ways
+ALL_VARIANTS = ""
 T = TypeVar("T")
 K = TypeVar("K")
 Prefixes = Sequence[Sequence[str]]
@@ -62,12 +62,12 @@ class Group:
         tree: Tree = HERE,
         carrier: str | Mapping[str, str] = "",
     ) -> None:
-        """`commands` start them all, in `tree`; the socket's path has to be in each, see `socket_path`. `carrier`: what
-        alone may carry their tensors; empty: whatever does; or what may in orders to go a `way`, by way."""
-        self.name, self.size, self._root = tree.named(name), size, tree.root
+        """`commands` start them all, in `tree`; the socket's path has to be in each, see `socket_path`. `carrier`: the
+        transport that alone may carry their tensors, or that of each `variant` of the orders; empty: any."""
+        self.name, self.size, self._root = tree.name_in_errors(name), size, tree.root
         self.carried_last = Counter[str]()  # bytes by transport, of the last order
-        self._carried = defaultdict[str, Counter[str]](Counter)  # of the orders to go a way, and of all
-        self._carriers = {ALL: carrier} if isinstance(carrier, str) else carrier
+        self._carried = defaultdict[str, Counter[str]](Counter)  # by variant of the orders, and of all
+        self._carriers = {ALL_VARIANTS: carrier} if isinstance(carrier, str) else carrier
         self.has_only_zeros = False  # then nothing need be carried
         self._environ = os.environ | THREADS | {"PYTHONPATH": str(tree.root)} | (environ or {})
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`
@@ -80,11 +80,11 @@ class Group:
             try:
                 for command in commands:
                     self._processes.append(self._start(command))
-                arrived = [self._greet(listener) for _ in range(size)]
+                connections = [self._greet(listener) for _ in range(size)]
             except BaseException:
                 self.close()
                 raise
-        for rank, lines in arrived:
+        for rank, lines in connections:
             self._ranks[rank] = lines
 
     def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
@@ -105,7 +105,7 @@ class Group:
                 connection, _ = listener.accept()
             except TimeoutError:
                 if time.monotonic() >= deadline or any(process.poll() is not None for process in self._processes):
-                    raise PeerError(self.name, f"did not start: {self._last_words()}") from None
+                    raise PeerError(self.name, f"did not start: {self._last_output_line()}") from None
         connection.settimeout(ORDER_S)
         with connection:  # the file object keeps it open
             lines = connection.makefile("rw", encoding="ascii")
@@ -118,12 +118,12 @@ class Group:
             line = ""
         answer: dict[str, Any] = json.loads(line) if line else {"error": "no answer"}
         if "error" in answer:
-            raise PeerError(self.name, f"failed: {answer['error']}: {self._last_words()}")
+            raise PeerError(self.name, f"failed: {answer['error']}: {self._last_output_line()}")
         return answer
 
-    def _last_words(self) -> str:
-        said = os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace").strip().splitlines()
-        return said[-1] if said else "it said nothing"
+    def _last_output_line(self) -> str:
+        lines = os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
 
     def tell(self, **order: object) -> list[dict[str, Any]]:
         """Give all ranks an order; return their answers, by rank. Raises PeerError where one fails, and where what
@@ -134,11 +134,11 @@ class Group:
                 lines.flush()
         answers = [self._answer(lines) for lines in self._ranks]
         # An older checkout does not count.
-        self.carried_last = together(answer.pop("carried", {}) for answer in answers)
-        for way in {str(order.get("way", ALL)), ALL}:
-            self._carried[way] += self.carried_last
+        self.carried_last = sum_carried(answer.pop("carried", {}) for answer in answers)
+        for variant in {str(order.get("variant", ALL_VARIANTS)), ALL_VARIANTS}:
+            self._carried[variant] += self.carried_last
             if self.carried_last:
-                self._check_carrier(way, carriers_text(self.carried_last))
+                self._check_carrier(variant, carriers_text(self.carried_last))
         return answers
 
     def in_turns(self, turns: int, orders: Mapping[K, Mapping[str, object]]) -> dict[K, list[dict[str, Any]]]:
@@ -154,24 +154,24 @@ class Group:
                     rows[key].append(max(answers, key=lambda answer: float(answer["ms"])))
         return rows
 
-    def _check_carrier(self, way: str, found: str) -> None:
-        expected = self._carriers.get(way)
-        if expected and (wrong := wrong_carrier(expected, found)):
+    def _check_carrier(self, variant: str, actual: str) -> None:
+        expected = self._carriers.get(variant)
+        if expected and (wrong := wrong_carrier(expected, actual)):
             raise PeerError(self.name, f"failed: {wrong}")
 
     @property
     def carried(self) -> Counter[str]:
         """Bytes so far, by transport."""
-        return self._carried[ALL]
+        return self._carried[ALL_VARIANTS]
 
     @property
     def carrier(self) -> str:
         """The carrier of the tensors so far, in a word."""
         return carriers_text(self.carried)
 
-    def carrier_of(self, way: str) -> str:
-        """The same of the orders to go this way."""
-        return carriers_text(self._carried[way])
+    def carrier_of(self, variant: str) -> str:
+        """The same of the orders for this variant."""
+        return carriers_text(self._carried[variant])
 
     def close(self) -> None:
         for lines in self._ranks:
@@ -192,9 +192,9 @@ class Group:
     def __exit__(self, kind: object, *_: object) -> None:
         self.close()
         if kind is None and not self.has_only_zeros:
-            for way in self._carriers:
-                if not self._carried[way]:
-                    self._check_carrier(way, NOTHING)
+            for variant in self._carriers:
+                if not self._carried[variant]:
+                    self._check_carrier(variant, NOTHING)
 
 
 def end_torchrun(process: subprocess.Popen[Any]) -> None:
@@ -256,8 +256,9 @@ def service_group(
     commands = []
     overrides = [f"cluster.aggregators={json.dumps(list(addresses))}", *sets]
     for rank in range(size):
-        own = [*overrides, *(per_rank[rank] if per_rank else ())]
-        options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}", "set": own, "echoes": list(echoes)}
+        rank_settings = [*overrides, *(per_rank[rank] if per_rank else ())]
+        options = {"rank": rank, "size": size, "job": f"bench-{os.getpid()}"}
+        options |= {"set": rank_settings, "echoes": list(echoes)}
         command = [str(tree.python), "-m", *program, socket_path(folder, "service"), json.dumps(options)]
         commands.append([*(prefixes[rank] if prefixes else ()), *command])
     return Group("service", size, commands, folder, tree=tree, carrier=carrier)
@@ -289,10 +290,10 @@ class Servers:
         """Processor time of all of them so far; each has one thread. Raises PeerError when one is gone."""
         return sum(self.read(lambda pid: int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]))) / 1e9
 
-    def read(self, what: Callable[[int], T]) -> list[T]:
-        """The value of `what` for every process. Raises PeerError when one is gone."""
+    def read(self, read_value: Callable[[int], T]) -> list[T]:
+        """The value of `read_value` for every process. Raises PeerError when one is gone."""
         try:
-            return [what(pid) for pid in self.pids]
+            return [read_value(pid) for pid in self.pids]
         except (FileNotFoundError, ProcessLookupError):
             raise PeerError(self.name, "failed: one of its processes is gone") from None
 
@@ -310,7 +311,7 @@ def daemon(
     `start_s`."""
     command = [*prefix, str(tree.python), "-m", "aggregator", "--listen", listen, "--shards", str(shards)]
     command += [word for override in overrides for word in ("--set", override)]
-    name, started = tree.named("the aggregator"), time.perf_counter()
+    name, started = tree.name_in_errors("the aggregator"), time.perf_counter()
     with _server(name, command, start_s, tree) as (pid, addresses):
         ready_s = time.perf_counter() - started
         pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -324,7 +325,7 @@ def echo_servers(count: int) -> Iterator[Servers]:
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-m", "benchmarks.contest.loopback"]
         running = [stack.enter_context(_server("an echo server", command)) for _ in range(count)]
-        addresses = [address for _, of_server in running for address in of_server]
+        addresses = [address for _, server_addresses in running for address in server_addresses]
         yield Servers("an echo server", addresses, [pid for pid, _ in running], time.perf_counter() - started)
 
 
@@ -345,8 +346,8 @@ def _server(
             ready, _, _ = select.select([process.stdout], [], [], start_s)
             word, *addresses = (process.stdout.readline().split() if ready else []) or [""]
             if word != "ready":
-                said = os.pread(log.fileno(), 4096, 0).decode(errors="replace").strip()
-                raise PeerError(name, f"did not get ready: {said or 'it said nothing'}")
+                log_text = os.pread(log.fileno(), 4096, 0).decode(errors="replace").strip()
+                raise PeerError(name, f"did not get ready: {log_text or 'it said nothing'}")
             yield process.pid, addresses
         finally:
             process.terminate()
@@ -377,11 +378,11 @@ def write_agent(hosts: Iterable[Host], folder: str) -> Path:
     return agent
 
 
-def openmpi_between(of_ranks: Sequence[Host], folder: str, interface: str) -> Group:
+def openmpi_between(rank_hosts: Sequence[Host], folder: str, interface: str) -> Group:
     """Ranks of Open MPI on these hosts, those of one host in a row. They talk over `interface`, and on one host through
     memory."""
-    counts, python = Counter(of_ranks), python_of(NAME)
-    agent, first = write_agent(counts, folder), of_ranks[0]
+    counts, python = Counter(rank_hosts), python_of(NAME)
+    agent, first_host = write_agent(counts, folder), rank_hosts[0]
     settings = {"pml": "ob1", "btl": "tcp,sm,self", "btl_tcp_if_include": interface, "mpi_yield_when_idle": "1"}
     options = ["--allow-run-as-root", "--bind-to", "none", "--prtemca", "plm_ssh_agent", str(agent)]
     options += [word for name, value in settings.items() for word in ("--mca", name, value)]
@@ -389,11 +390,13 @@ def openmpi_between(of_ranks: Sequence[Host], folder: str, interface: str) -> Gr
         "--host",
         ",".join(f"{host.address}:{count}" for host, count in counts.items()),
         "-n",
-        str(len(of_ranks)),
+        str(len(rank_hosts)),
     ]
     program = [str(python), "-m", "benchmarks.rank", "mpi", socket_path(folder, NAME), "{}"]
     mpirun = [str(python.parent / "mpirun"), *options, *program]
-    return Group(NAME, len(of_ranks), [[*first.prefix, *WITH_NAME, first.name, *mpirun]], folder, carrier="tcp")
+    return Group(
+        NAME, len(rank_hosts), [[*first_host.prefix, *WITH_NAME, first_host.name, *mpirun]], folder, carrier="tcp"
+    )
 
 
 RUN_S = 300.0  # the longest that a run may take
@@ -416,10 +419,10 @@ def run_ranks(module: str, ranks: int, *arguments: str) -> str:
         )  # fmt: skip
         stack.callback(end_torchrun, process)
         try:
-            said, _ = process.communicate(timeout=RUN_S)
+            output, _ = process.communicate(timeout=RUN_S)
         except subprocess.TimeoutExpired:
             raise PeerError(module, f"took longer than {RUN_S:g} s") from None
         if process.returncode:
             log.seek(0)
             raise PeerError(module, f"failed: {log.read()[-2000:]}")
-        return said
+        return output

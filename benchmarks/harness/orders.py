@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import omnireduce as omni
-from benchmarks.harness.carriers import Watch
+from benchmarks.harness.carriers import CommunicatorWatch
 from omnireduce.data_parallel import session
 
 Order = Callable[..., dict[str, Any]]
@@ -26,21 +26,21 @@ def serve(path: str, start: Callable[[], tuple[int, Mapping[str, Order]]]) -> No
         controller.connect(path)
         lines = controller.makefile("rw", encoding="ascii")
 
-        watch = Watch()
+        watch = CommunicatorWatch()
 
-        def say(**answer: object) -> None:
+        def send_answer(**answer: object) -> None:
             lines.write(json.dumps(answer) + "\n")
             lines.flush()
 
         try:
             rank, orders = start()
-            say(rank=rank)
+            send_answer(rank=rank)
             for line in lines:
                 order, before = json.loads(line), watch.carried()
                 answer = orders[order.pop("do")](**order)
-                say(**{"carried": watch.carried() - before} | answer)
+                send_answer(**{"carried": watch.carried() - before} | answer)
         except Exception as error:
-            say(error=f"{type(error).__name__}: {error}")
+            send_answer(error=f"{type(error).__name__}: {error}")
             raise
 
 
@@ -56,13 +56,13 @@ def join(options: dict[str, Any]) -> None:
     session.init(config=config, job=options["job"], rank=options["rank"], size=options["size"])
 
 
-class Turning(Protocol):
+class TurnTaker(Protocol):
     """A rank that knows one order."""
 
     def turn(self, *arguments: Any, **options: Any) -> dict[str, Any]: ...
 
 
-def serve_turns(make: Callable[[dict[str, Any]], Turning]) -> None:
+def serve_turns(make: Callable[[dict[str, Any]], TurnTaker]) -> None:
     """Be the rank that `make` makes of the options. The program's arguments are the controller's socket and these."""
     path, text = sys.argv[1:]
     options = json.loads(text)

@@ -91,17 +91,17 @@ def racked_testbed(hosts: int, rate: str, racks: Racks, *, ipv6: bool = False) -
     switch = f"omni{os.getpid()}sw"
     if switch in _namespaces():
         raise TestbedError(f"the namespace {switch} exists: leave this process's testbed before you make another")
-    made = [_host(index, ipv6) for index in range(hosts)]
+    created = [_host(index, ipv6) for index in range(hosts)]
     try:
         _add_switch(switch)
         bridges = [f"rack{number}" for number, size in enumerate(racks.sizes) for _ in range(size)]
         for bridge in dict.fromkeys(bridges):
             _add_rack(switch, bridge, racks.rate)
-        for index, host in enumerate(made):
+        for index, host in enumerate(created):
             _add_host(host, switch, f"p{index}", rate, bridges[index] if index < len(bridges) else "br0")
-        yield made
+        yield created
     finally:
-        _remove([*(host.name for host in made), switch])
+        _remove([*(host.name for host in created), switch])
 
 
 def goodput(sender: Host, receiver: Host, seconds: float = 1.0) -> float:
@@ -137,13 +137,13 @@ def _check_rights() -> None:
 def _run(*command: str, advice: str = "a testbed needs root with the right to administer networks") -> str:
     """Run a command and return what it prints; its error becomes one line that ends with `advice`."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)
+        process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=COMMAND_S)
     except subprocess.TimeoutExpired:
         raise TestbedError(f"`{' '.join(command)}` hung for {COMMAND_S:g} s") from None
-    if done.returncode:
-        reason = " ".join(done.stderr.split()) or f"status {done.returncode}"
+    if process.returncode:
+        reason = " ".join(process.stderr.split()) or f"status {process.returncode}"
         raise TestbedError(f"`{' '.join(command)}` failed: {reason}; {advice}")
-    return done.stdout
+    return process.stdout
 
 
 def _host(index: int, ipv6: bool) -> Host:
@@ -163,9 +163,9 @@ def _add_rack(switch: str, bridge: str, rate: str) -> None:
     _run("ip", "-n", switch, "link", "set", bridge, "up")
     up, down = f"{bridge}up", f"{bridge}down"
     _run("ip", "-n", switch, "link", "add", up, "type", "veth", "peer", "name", down)
-    for end, of in ((up, bridge), (down, "br0")):
+    for end, bridge_of_end in ((up, bridge), (down, "br0")):
         _shape(switch, end, rate)
-        _run("ip", "-n", switch, "link", "set", end, "master", of, "up")
+        _run("ip", "-n", switch, "link", "set", end, "master", bridge_of_end, "up")
 
 
 def _shape(namespace: str, interface: str, rate: str) -> None:
@@ -269,7 +269,7 @@ def _send(address: str, port: int) -> None:
 
 
 def _show(rate: str, count: int, seconds: float) -> None:
-    def line(text: str, value: float) -> None:
+    def print_rate(text: str, value: float) -> None:
         print(f"{text}: {value / 1e6:.2f} MB/s", flush=True)
 
     with testbed(count, rate) as hosts:
@@ -277,11 +277,11 @@ def _show(rate: str, count: int, seconds: float) -> None:
             print(f"{host.name} {host.address}")
         a, b = hosts[:2]
         for sender, receiver in ((a, b), (b, a)):
-            line(f"{sender.name} to {receiver.name}, alone", goodput(sender, receiver, seconds))
+            print_rate(f"{sender.name} to {receiver.name}, alone", goodput(sender, receiver, seconds))
         with ThreadPoolExecutor() as pool:
-            there, back = pool.submit(goodput, a, b, seconds), pool.submit(goodput, b, a, seconds)
-            line(f"{a.name} to {b.name}, both at once", there.result())
-            line(f"{b.name} to {a.name}, both at once", back.result())
+            forward, backward = pool.submit(goodput, a, b, seconds), pool.submit(goodput, b, a, seconds)
+            print_rate(f"{a.name} to {b.name}, both at once", forward.result())
+            print_rate(f"{b.name} to {a.name}, both at once", backward.result())
 
 
 def main() -> None:

@@ -50,16 +50,16 @@ def undecided(case: str, ours: float, absent: Sequence[str], target: float) -> V
     return Verdict(case, ours, "ms", f"without {', '.join(absent)}", None, None, f">= {target:.3g}x", None)
 
 
-def show_verdicts(console: Console, lines: Sequence[Verdict]) -> None:
+def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
     table = Table(title="Targets", title_justify="left", box=None, pad_edge=False)
     for name in ("case", "ours", "peer", "theirs", "ratio", "target", ""):
         table.add_column(name, justify="left" if name in ("case", "peer", "") else "right")
-    for line in lines:
-        verdict = Text("met") if line.met else Text("MISSED", "bold red")
-        ours, theirs, ratio = f"{line.value:.4g} {line.unit}", "", ""
-        if line.peer_value is None or line.ratio is None:
-            verdict = Text("NO VERDICT", "bold red")
+    for verdict in verdicts:
+        verdict_text = Text("met") if verdict.met else Text("MISSED", "bold red")
+        ours, theirs, ratio = f"{verdict.value:.4g} {verdict.unit}", "", ""
+        if verdict.peer_value is None or verdict.ratio is None:
+            verdict_text = Text("NO VERDICT", "bold red")
         else:
-            theirs, ratio = f"{line.peer_value:.4g} {line.unit}", f"{line.ratio:.2f}"
-        table.add_row(line.case, ours, line.peer, theirs, ratio, line.target, verdict)
+            theirs, ratio = f"{verdict.peer_value:.4g} {verdict.unit}", f"{verdict.ratio:.2f}"
+        table.add_row(verdict.case, ours, verdict.peer, theirs, ratio, verdict.target, verdict_text)
     console.print(table)

@@ -26,7 +26,7 @@ RANKS, DENSITIES = 2, (1.0, 0.1)
 EXACT = (NONE, "bf16", "fp16", "int8", "qsgd")  # what sends small integers as they are
 LARGEST = 63  # of them: the sum of two ranks still is one
 SHAPED, SHM = "dedicated", "shm"
-LEAST = {SHAPED: 3.4, SHM: 1.0}  # times as fast as float32 is int8, of a dense tensor
+MIN_SPEEDUP = {SHAPED: 3.4, SHM: 1.0}  # times as fast as float32 is int8, of a dense tensor
 Rows = dict[tuple[float, str], list[dict[str, float]]]  # by density and codec, each rank's of each turn
 
 
@@ -36,10 +36,10 @@ class Rank:
     def __init__(self, options: dict[str, Any]) -> None:
         self._comm = connect(options)
         self._tensor = np.empty(SIZES["100 MiB"], np.float32)
-        self._tensors = {density: self._of(density) for density in DENSITIES}
-        self._sums = {density: sum(all_of) for density, all_of in self._tensors.items()}
+        self._tensors = {density: self._tensors_of_ranks(density) for density in DENSITIES}
+        self._sums = {density: sum(tensors) for density, tensors in self._tensors.items()}
 
-    def _of(self, density: float) -> list[Any]:
+    def _tensors_of_ranks(self, density: float) -> list[Any]:
         """Each rank's tensor."""
         tensors = []
         for rank in range(self._comm.size):
@@ -65,17 +65,17 @@ class Rank:
 
 
 def measure(console: Console, turns: int, rate: str) -> bool:
-    """Let the codecs take turns in one job, on each way; return whether all aims are met. Raises PeerError where one
-    fails or gives a wrong sum, TestbedError where there can be no hosts with shaped links."""
+    """Let the codecs take turns in one job, on each transport; return whether all aims are met. Raises PeerError where
+    one fails or gives a wrong sum, TestbedError where there can be no hosts with shaped links."""
     verdicts: list[Verdict] = []
     pairs = itertools.product(DENSITIES, (NONE, *BUILT_IN))
     orders = {(density, codec): {"density": density, "codec": codec} for density, codec in pairs}
-    for way in (SHAPED, SHM):
-        with _group(way, rate) as group:
+    for network in (SHAPED, SHM):
+        with _group(network, rate) as group:
             rows = group.in_turns(turns, orders)
-        _show(console, f"{f'{way} {rate}' if way == SHAPED else way}, carried by {group.carrier}", rows)
+        _show(console, f"{f'{network} {rate}' if network == SHAPED else network}, carried by {group.carrier}", rows)
         ms = {codec: _median(rows[1.0, codec], "ms") for codec in ("int8", NONE)}
-        verdicts.append(at_least(f"{way}, dense: int8", ms["int8"], "float32", ms[NONE], LEAST[way]))
+        verdicts.append(at_least(f"{network}, dense: int8", ms["int8"], "float32", ms[NONE], MIN_SPEEDUP[network]))
     show_verdicts(console, verdicts)
     return all(verdict.met for verdict in verdicts)
 
@@ -84,25 +84,25 @@ def _median(rows: Sequence[dict[str, float]], key: str) -> float:
     return float(np.median([row[key] for row in rows]))
 
 
-def _group(way: str, rate: str) -> AbstractContextManager[Group]:
+def _group(network: str, rate: str) -> AbstractContextManager[Group]:
     program = ("benchmarks.parts.codecs",)
-    if way == SHAPED:
+    if network == SHAPED:
         return group_between(rate, RANKS, program=program)
     sets = ("transport.host_exchange=off", "transport.kind=shm")
     return group_here(RANKS, *sets, program=program, carrier=SHM, shards=RANKS)
 
 
-def _show(console: Console, way: str, rows: Rows) -> None:
+def _show(console: Console, title: str, rows: Rows) -> None:
     for density in DENSITIES:
         table = Table(box=None)
-        table.add_column(f"{way}, {RANKS} ranks, 100 MiB, density {density:g}")
-        for title in ("ms", "p90", "times as fast", "MB up", "error"):
-            table.add_column(title, justify="right")
-        plain = _median(rows[density, NONE], "ms")
+        table.add_column(f"{title}, {RANKS} ranks, 100 MiB, density {density:g}")
+        for column in ("ms", "p90", "times as fast", "MB up", "error"):
+            table.add_column(column, justify="right")
+        float32_ms = _median(rows[density, NONE], "ms")
         for codec in (NONE, *BUILT_IN):
             codec_rows = rows[density, codec]
             ms, p90 = _median(codec_rows, "ms"), float(np.percentile([row["ms"] for row in codec_rows], 90))
-            numbers = (f"{ms:.1f}", f"{p90:.1f}", f"{plain / ms:.2f}", f"{_median(codec_rows, 'sent') / 1e6:.2f}")
+            numbers = (f"{ms:.1f}", f"{p90:.1f}", f"{float32_ms / ms:.2f}", f"{_median(codec_rows, 'sent') / 1e6:.2f}")
             table.add_row(codec, *numbers, f"{_median(codec_rows, 'distance'):.2g}")
         console.print(table, "")
 

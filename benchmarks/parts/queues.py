@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.contest.cases import MEMORY
 from benchmarks.contest.shaped import group_between
-from benchmarks.harness.carriers import by_sockets
+from benchmarks.harness.carriers import count_socket_bytes
 from benchmarks.harness.environments import HERE
 from benchmarks.harness.group import Group, PeerError, group_here, socket_path
 from benchmarks.harness.orders import Order, join, serve
@@ -42,9 +42,9 @@ WITH, WITHOUT = "with hooks", "without"
 LAYERS = 100  # of two parameters each
 SUMMED, GATHERED = "summed by row", "gathered (two all-gathers)"
 WORDS, WIDTH, LOOKED_UP = 1_000_000, 64, 32_768
-ALIKE, TIMED, MOST_STEPS = 8, 8, 1000
+ALIKE, TIMED, MAX_STEPS = 8, 8, 1000
 GROWING = 1024, 4096, 16384, 65536  # looked up, one after the other
-MOST, HOOK_US, LEAST, MOST_MEMORY = 3.0, 30.0, 3.0, 4.0
+MAX_RATIO, MAX_HOOK_US, MIN_SPEEDUP, MAX_MEMORY_RATIO = 3.0, 30.0, 3.0, 4.0
 
 
 class Named:
@@ -54,16 +54,16 @@ class Named:
         join(options)
         self._small = [np.ones(BYTES // 4, np.float32) for _ in range(COUNT)]
         self._large = np.ones(COUNT * BYTES // 4, np.float32)
-        self._ways = {MANY: self._many, GROUPED: self._grouped, ONE: self._one}
+        self._variants = {MANY: self._many, GROUPED: self._grouped, ONE: self._one}
 
-    def turn(self, way: str) -> dict[str, float]:
+    def turn(self, variant: str) -> dict[str, float]:
         """Milliseconds: the median of several steps, once they are known to be alike. That takes longer each time that
         a program has changed what it does."""
         times: list[float] = []
-        for _ in range(MOST_STEPS):
+        for _ in range(MAX_STEPS):
             session.queue().barrier()
             before, begin = session.queue().statistics().rounds, time.perf_counter()
-            self._ways[way]()
+            self._variants[variant]()
             took_s, rounds = time.perf_counter() - begin, session.queue().statistics().rounds
             times = [*times, took_s * 1e3] if rounds == before else []
             if len(times) == ALIKE + TIMED:
@@ -93,14 +93,14 @@ class Hooked:
         torch.set_num_threads(1)
         join(options)
         self._x, self._models = torch.ones(1, 8), dict[str, tuple[Any, Any]]()
-        for way in (WITH, WITHOUT):
+        for variant in (WITH, WITHOUT):
             net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS)))
             plain = torch.optim.SGD(net.parameters(), lr=0.0)
-            self._models[way] = net, hvd.DistributedOptimizer(plain) if way == WITH else plain
+            self._models[variant] = net, hvd.DistributedOptimizer(plain) if variant == WITH else plain
 
-    def turn(self, way: str) -> dict[str, float]:
+    def turn(self, variant: str) -> dict[str, float]:
         """Milliseconds of a backward pass, without what comes after it."""
-        (net, optimizer), times = self._models[way], []
+        (net, optimizer), times = self._models[variant], []
         for _ in range(ALIKE + TIMED):
             optimizer.zero_grad()
             loss = net(self._x).sum()
@@ -121,48 +121,48 @@ class Embedding:
         self._weights = np.zeros((WORDS, WIDTH), np.float32)
         self._step = 0
 
-    def turn(self, way: str, seed: int) -> dict[str, Any]:
+    def turn(self, variant: str, seed: int) -> dict[str, Any]:
         """Milliseconds of one exchange and update, how much memory it took at its peak, and a digest of the weights."""
         self._weights[:] = 0
         indices, values = self._gradient(seed, self.rank)
         session.queue().barrier()
         forget_peak()
-        with by_sockets() as carried:
+        with count_socket_bytes() as carried:
             before, begin = memory_mib("VmRSS"), time.perf_counter()
-            if way == SUMMED:
+            if variant == SUMMED:
                 task = session.queue().allreduce_rows_async(indices, values, WORDS, name="embedding")
                 numbers, rows = task.wait()
                 self._weights[numbers] += rows
             else:
-                numbers, rows = self._gathered(indices, values)
+                numbers, rows = self._gather_rows(indices, values)
                 np.add.at(self._weights, numbers, rows)
             ms, peak = (time.perf_counter() - begin) * 1e3, memory_mib("VmHWM") - before
         total = float(self._weights.sum(dtype=np.float64))
         answer = {"ms": ms, "peak_mib": peak, "rows": len(numbers), "sum": total}
-        return answer | ({"carried": carried} if way == GATHERED else {})
+        return answer | ({"carried": carried} if variant == GATHERED else {})
 
     def memory(self) -> dict[str, float]:
         """The memory of a sum at its peak, as a multiple of the bytes of all ranks' rows together, its result and
         copies of the gradient included: the most of several sums, few rows first, since the service keeps the memory
         that it has."""
-        gradients, most = [self._gradient(0, self.rank, many) for many in GROWING], 0.0
+        gradients, largest_ratio = [self._gradient(0, self.rank, count) for count in GROWING], 0.0
         session.queue().barrier()
         before = memory_mib("VmRSS")
-        for many, (indices, values) in zip(GROWING, gradients, strict=True):
+        for count, (indices, values) in zip(GROWING, gradients, strict=True):
             forget_peak()
-            _, rows = session.queue().allreduce_rows_async(indices, values, WORDS, name=f"{many} looked up").wait()
-            most = max(most, (memory_mib("VmHWM") - before) / (rows.nbytes / 2**20))
-        return {"of_union": most}
+            _, rows = session.queue().allreduce_rows_async(indices, values, WORDS, name=f"{count} looked up").wait()
+            largest_ratio = max(largest_ratio, (memory_mib("VmHWM") - before) / (rows.nbytes / 2**20))
+        return {"of_union": largest_ratio}
 
     @staticmethod
-    def _gradient(seed: int, rank: int, many: int = LOOKED_UP) -> tuple[Array, Array]:
+    def _gradient(seed: int, rank: int, count: int = LOOKED_UP) -> tuple[Array, Array]:
         """The gradient of a step: whole numbers, whose sums are exact in any order."""
         rng = np.random.default_rng([seed, rank])
-        indices = np.minimum(rng.zipf(1.2, many), WORDS) - 1
-        return indices, rng.integers(-3, 4, (many, WIDTH)).astype(np.float32)
+        indices = np.minimum(rng.zipf(1.2, count), WORDS) - 1
+        return indices, rng.integers(-3, 4, (count, WIDTH)).astype(np.float32)
 
     @staticmethod
-    def _gathered(indices: Array, values: Array) -> tuple[Array, Array]:
+    def _gather_rows(indices: Array, values: Array) -> tuple[Array, Array]:
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
@@ -174,56 +174,63 @@ class Embedding:
 
 
 def measure(console: Console, turns: int, rate: str) -> bool:
-    """Let the ways take turns; return whether the aims are met. Raises PeerError where one fails or gives a wrong sum,
-    TestbedError where there can be no hosts with shaped links, ImportError without torch."""
+    """Let the variants take turns; return whether the aims are met. Raises PeerError where one fails or gives a wrong
+    sum, TestbedError where there can be no hosts with shaped links, ImportError without torch."""
     import torch  # noqa: F401  the ranks have the same environment
 
     between = group_between(rate, 2, program=(*PROGRAM, "named"), shards=1)
-    verdicts = [_small(console, MEMORY, turns, _here("named")), _small(console, rate, turns, between)]
+    verdicts = [_small(console, MEMORY, turns, _group_on_this_host("named")), _small(console, rate, turns, between)]
     verdicts += [_hooks(console, turns), *_embedding(console, turns)]
     show_verdicts(console, verdicts)
     return all(verdict.met for verdict in verdicts)
 
 
-def _medians(group: Group, ways: tuple[str, ...], turns: int, **more: object) -> dict[str, dict[str, float]]:
-    """Each way's measurements on the slowest rank: the median of all turns except the first, which warms up."""
-    rows: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+def _medians(group: Group, variants: tuple[str, ...], turns: int, **options: object) -> dict[str, dict[str, float]]:
+    """Each variant's measurements on the slowest rank: the median of all turns except the first, which warms up."""
+    rows: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for turn in range(turns + 1):
-        for way in ways:
-            answers = group.tell(do="turn", way=way, **({"seed": turn} if "seed" in more else {}))
-            rows[way].append(max(answers, key=lambda row: row["ms"]))
-        if "seed" in more and len({row[-1]["sum"] for row in rows.values()}) > 1:
+        for variant in variants:
+            answers = group.tell(do="turn", variant=variant, **({"seed": turn} if "seed" in options else {}))
+            rows[variant].append(max(answers, key=lambda row: row["ms"]))
+        if "seed" in options and len({row[-1]["sum"] for row in rows.values()}) > 1:
             raise PeerError("embedding", "gave wrong sums")
     return {
-        way: {key: float(np.median([row[key] for row in way_rows[1:]])) for key in way_rows[0]}
-        for way, way_rows in rows.items()
+        variant: {key: float(np.median([row[key] for row in variant_rows[1:]])) for key in variant_rows[0]}
+        for variant, variant_rows in rows.items()
     }
 
 
-def _small(console: Console, where: str, turns: int, ranks: AbstractContextManager[Group]) -> Verdict:
+def _small(console: Console, network: str, turns: int, ranks: AbstractContextManager[Group]) -> Verdict:
     with ranks as group:
         medians = _medians(group, SMALL, turns)
-    title = f"two ranks, {where}, carried by {group.carrier}"
-    _show(console, title, {way: {"ms": row["ms"]} for way, row in medians.items()})
-    return at_most(f"small tensors, {where}", medians[MANY]["ms"], ONE, medians[ONE]["ms"], MOST)
+    title = f"two ranks, {network}, carried by {group.carrier}"
+    _show(console, title, {variant: {"ms": row["ms"]} for variant, row in medians.items()})
+    return at_most(f"small tensors, {network}", medians[MANY]["ms"], ONE, medians[ONE]["ms"], MAX_RATIO)
 
 
 def _hooks(console: Console, turns: int) -> Verdict:
-    with _here("hooked") as group:
+    with _group_on_this_host("hooked") as group:
         medians = _medians(group, (WITH, WITHOUT), turns)
     _show(
         console,
         f"backward of {2 * LAYERS} parameters, two ranks, carried by {group.carrier}",
-        {way: {"ms": row["ms"]} for way, row in medians.items()},
+        {variant: {"ms": row["ms"]} for variant, row in medians.items()},
     )
     us = (medians[WITH]["ms"] - medians[WITHOUT]["ms"]) * 1e3 / (2 * LAYERS)
-    return below("hook of a gradient", us, HOOK_US, "us")
+    return below("hook of a gradient", us, MAX_HOOK_US, "us")
 
 
 def _embedding(console: Console, turns: int) -> list[Verdict]:
     with tempfile.TemporaryDirectory(prefix="omnireduce-bench-") as folder:
-        own = [str(HERE.python), "-m", "benchmarks.parts.queues", "embedding", socket_path(folder, "embedding"), "{}"]
-        command = [str(Path(HERE.python).parent / "mpirun"), "-n", "4", *own]
+        rank_command = [
+            str(HERE.python),
+            "-m",
+            "benchmarks.parts.queues",
+            "embedding",
+            socket_path(folder, "embedding"),
+            "{}",
+        ]
+        command = [str(Path(HERE.python).parent / "mpirun"), "-n", "4", *rank_command]
         with Group("embedding", 4, [command], folder, carrier={SUMMED: MEMORY}) as group:
             of_union = max(row["of_union"] for row in group.tell(do="memory"))
             medians = _medians(group, (SUMMED, GATHERED), turns, seed=True)
@@ -231,9 +238,9 @@ def _embedding(console: Console, turns: int) -> list[Verdict]:
     _show(console, f"{title}; carried by {group.carrier_of(SUMMED)}, gathered by {group.carrier_of(GATHERED)}", medians)
     ours, theirs = medians[SUMMED], medians[GATHERED]
     return [
-        at_least("step of an embedding", ours["ms"], GATHERED, theirs["ms"], LEAST),
+        at_least("step of an embedding", ours["ms"], GATHERED, theirs["ms"], MIN_SPEEDUP),
         at_least("its memory", ours["peak_mib"], GATHERED, theirs["peak_mib"], 1.0, "MiB"),
-        below("its memory, of the bytes of all ranks' rows", of_union, MOST_MEMORY, "times"),
+        below("its memory, of the bytes of all ranks' rows", of_union, MAX_MEMORY_RATIO, "times"),
     ]
 
 
@@ -243,19 +250,19 @@ def _show(console: Console, title: str, rows: Mapping[str, Mapping[str, float]])
     names = [name for name in next(iter(rows.values())) if name != "sum"]
     for name in names:
         table.add_column(name, justify="right")
-    for way, row in rows.items():
-        table.add_row(way, *(f"{row[name]:.4g}" for name in names))
+    for variant, row in rows.items():
+        table.add_row(variant, *(f"{row[name]:.4g}" for name in names))
     console.print(table, "")
 
 
-def _here(kind: str) -> AbstractContextManager[Group]:
+def _group_on_this_host(kind: str) -> AbstractContextManager[Group]:
     return group_here(2, program=(*PROGRAM, kind), carrier=MEMORY)
 
 
 def _start(kind: str, options: dict[str, Any]) -> tuple[int, Mapping[str, Order]]:
     if kind == "embedding":
-        made = Embedding()
-        return made.rank, {"turn": made.turn, "memory": made.memory}
+        embedding = Embedding()
+        return embedding.rank, {"turn": embedding.turn, "memory": embedding.memory}
     rank = Hooked(options) if kind == "hooked" else Named(options)
     return options["rank"], {"turn": rank.turn}
 

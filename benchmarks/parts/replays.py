@@ -29,30 +29,30 @@ RANKS, LIMIT_S, CARRIER = 2, 300, "tcp"
 LAYERS = [Layer(number, 100_000, 20_000_000, 30_000_000) for number in range(8)]
 LAYERS.append(Layer(8, 4_000_000, 5_000_000, 10_000_000))
 NONE, URGENT = "none", "iterations, urgent"
-WAYS = {  # with what the exchange overlaps
+VARIANTS = {  # with what the exchange overlaps
     NONE: ("--overlap", "none"),
     "backward": ("--overlap", "backward"),
     "iterations": ("--overlap", "iterations"),
     URGENT: ("--overlap", "iterations", "--set", "protocol.urgent_bytes=1_000_000"),
 }
-LEAST = {"backward": 1.3, URGENT: 1.5}  # times as fast as without overlap
+MIN_SPEEDUP = {"backward": 1.3, URGENT: 1.5}  # times as fast as without overlap
 
 
 def measure(console: Console, turns: int, rate: str) -> bool:
-    """Let the ways take turns; return whether all aims are met. Raises PeerError where a training fails, TestbedError
-    where there can be no hosts with shaped links."""
-    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    """Let the variants take turns; return whether all aims are met. Raises PeerError where a training fails,
+    TestbedError where there can be no hosts with shaped links."""
+    times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-")))
         write_layers(LAYERS, folder / "model.csv")
-        *of_ranks, of_shard = stack.enter_context(testbed(RANKS + 1, rate))
-        listen = f"{of_shard.address}:{PORT}"
-        stack.enter_context(daemon(1, OPEN, listen=listen, prefix=of_shard.prefix))
+        *rank_hosts, shard_host = stack.enter_context(testbed(RANKS + 1, rate))
+        listen = f"{shard_host.address}:{PORT}"
+        stack.enter_context(daemon(1, OPEN, listen=listen, prefix=shard_host.prefix))
         for turn in range(turns):
-            for number, (name, options) in enumerate(WAYS.items()):
+            for number, (name, options) in enumerate(VARIANTS.items()):
                 sets = (f"cluster.aggregators={listen}", f"cluster.job=replay-{turn}-{number}")
                 words = [word for setting in sets for word in ("--set", setting)]
-                times[name].append(_iteration_ms(of_ranks, folder, [*options, *words]))
+                times[name].append(_iteration_ms(rank_hosts, folder, [*options, *words]))
     return _show(console, rate, times)
 
 
@@ -63,11 +63,11 @@ def _iteration_ms(hosts: Sequence[Host], folder: Path, options: Sequence[str]) -
     with contextlib.ExitStack() as stack:
         ranks = []
         for rank, host in enumerate(hosts):
-            own = ["--rank", str(rank), "--size", str(len(hosts)), "--json", str(report)]
+            rank_options = ["--rank", str(rank), "--size", str(len(hosts)), "--json", str(report)]
             errors = stack.enter_context((folder / f"errors-{rank}").open("w+"))
             ranks.append(
                 stack.enter_context(
-                    subprocess.Popen([*host.prefix, *program, *own], stdout=subprocess.DEVNULL, stderr=errors)
+                    subprocess.Popen([*host.prefix, *program, *rank_options], stdout=subprocess.DEVNULL, stderr=errors)
                 )
             )
             stack.callback(ranks[-1].kill)
@@ -84,16 +84,16 @@ def _iteration_ms(hosts: Sequence[Host], folder: Path, options: Sequence[str]) -
     return statistics.median(times) / 1e6
 
 
-def _show(console: Console, rate: str, found: Mapping[str, Sequence[float]]) -> bool:
-    ms = {name: statistics.median(times) for name, times in found.items()}
+def _show(console: Console, rate: str, times_of_variants: Mapping[str, Sequence[float]]) -> bool:
+    ms = {name: statistics.median(times) for name, times in times_of_variants.items()}
     title = f"{RANKS} ranks, {len(LAYERS)} layers, links of {rate}, carried by {CARRIER}"
     table = Table(title=title, title_justify="left")
     for column in ("overlap with", "iteration, ms", "least", "most", "times as fast"):
         table.add_column(column, justify="right")
-    for name, times in found.items():
-        shown = (f"{value:.1f}" for value in (ms[name], min(times), max(times)))
-        table.add_row(name, *shown, f"{ms[NONE] / ms[name]:.2f}")
+    for name, times in times_of_variants.items():
+        cells = (f"{value:.1f}" for value in (ms[name], min(times), max(times)))
+        table.add_row(name, *cells, f"{ms[NONE] / ms[name]:.2f}")
     console.print(table)
-    verdicts = [at_least(f"overlap: {name}", ms[name], NONE, ms[NONE], least) for name, least in LEAST.items()]
+    verdicts = [at_least(f"overlap: {name}", ms[name], NONE, ms[NONE], target) for name, target in MIN_SPEEDUP.items()]
     show_verdicts(console, verdicts)
     return all(verdict.met for verdict in verdicts)

@@ -28,24 +28,24 @@ from omnireduce.kernels.density import find_blocks
 
 SIZE, RATIO = 1 << 20, 0.01
 TORCH, SCAN = "torch.topk", "bare scan"
-FASTER, LONGER = 4.0, 1.3
+MIN_SPEEDUP, MAX_RATIO = 4.0, 1.3
 
 
 def measure(console: Console, turns: int) -> bool:
     """Let all take turns on one tensor; return whether all aims are met. Raises ImportError without torch."""
     x = np.random.default_rng(1).standard_normal(SIZE).astype(np.float32)
-    ways: dict[str, Callable[[], object]] = {TORCH: _torch_topk(x), SCAN: lambda: find_blocks(x, BLOCK)}
+    methods: dict[str, Callable[[], object]] = {TORCH: _torch_topk(x), SCAN: lambda: find_blocks(x, BLOCK)}
     selectors: list[Selector] = [
         TopK(RATIO), BlockTopK(RATIO, BLOCK), RandomK(RATIO), Threshold(2.5), GuardedThreshold(9.0, RATIO),
         DgcSampling(RATIO), Adaptive(RATIO),
     ]  # fmt: skip
     for selector in selectors:
-        ways[type(selector).__name__] = partial(selector.select, x)
-    ms: dict[str, list[float]] = {name: [] for name in ways}
+        methods[type(selector).__name__] = partial(selector.select, x)
+    ms: dict[str, list[float]] = {name: [] for name in methods}
     for turn in range(turns + 1):
-        for name, way in ways.items():
+        for name, method in methods.items():
             begin = time.perf_counter()
-            way()
+            method()
             if turn:  # the first one warms up
                 ms[name].append((time.perf_counter() - begin) * 1e3)
     medians = {name: float(np.median(times)) for name, times in ms.items()}
@@ -62,8 +62,8 @@ def measure(console: Console, turns: int) -> bool:
 
 def verdicts_of(medians: dict[str, float]) -> list[Verdict]:
     return [
-        at_least("top-k", medians["TopK"], TORCH, medians[TORCH], FASTER),
-        at_most("block top-k", medians["BlockTopK"], SCAN, medians[SCAN], LONGER),
+        at_least("top-k", medians["TopK"], TORCH, medians[TORCH], MIN_SPEEDUP),
+        at_most("block top-k", medians["BlockTopK"], SCAN, medians[SCAN], MAX_RATIO),
     ]
 
 
@@ -75,7 +75,7 @@ def _torch_topk(x: Array) -> Callable[[], object]:
     k = int(x.size * RATIO)
 
     def select() -> object:
-        _, places = torch.topk(tensor.abs(), k, sorted=False)
-        return tensor[places], places
+        _, positions = torch.topk(tensor.abs(), k, sorted=False)
+        return tensor[positions], positions
 
     return select

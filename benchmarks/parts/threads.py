@@ -63,23 +63,23 @@ class RankAlone:
         for link in links:
             slots = np.zeros((SLOTS, room_for(MESSAGE_BYTES)), np.uint8)
             link.attach(slots, slots)
-        self._shards, self._done = shards, False
+        self._shards, self._is_done = shards, False
         self._machine = WorkerMachine(
             [(link.send_slots, link.receive_slots) for link in links], [link.peer for link in links], "the rank",
             rank=0, scan_span=SPAN, timeout_s=60.0, threads=pool,
         )  # fmt: skip
-        self._driver = ParallelDriver(self._machine, links, time.monotonic, on_finish=self._finished)
+        self._driver = ParallelDriver(self._machine, links, time.monotonic, on_finish=self._note_end)
 
-    def _finished(self, number: int) -> None:
-        self._done = True
+    def _note_end(self, number: int) -> None:
+        self._is_done = True
 
     def all_reduce(self, x: Array) -> None:
         """In place. With one rank the sum is `x` itself."""
         descriptor = describe("allreduce", "", str(x.dtype), x.shape, "sum", BLOCK)
         layout = descriptor.layout._replace(shards=self._shards)
-        self._done = False
+        self._is_done = False
         self._machine.submit(descriptor, DenseTensor(x, x, layout, element_type(x.dtype).zero_mask), time.monotonic())
-        while not self._done:
+        while not self._is_done:
             self._driver.turn()
 
 
@@ -93,9 +93,9 @@ def rank_alone(threads: int, shards: int) -> Iterator[RankAlone]:
             pool.close()
 
 
-ALONE, WAYS, DENSITIES, SHARDS = "the rank alone", ("shm", "tcp"), (1.0, 0.1, 0.01), 4
+ALONE, TRANSPORTS, DENSITIES, SHARDS = "the rank alone", ("shm", "tcp"), (1.0, 0.1, 0.01), 4
 THREADS = (1, 2)
-LEAST = 1.0  # times as fast
+MIN_SPEEDUP = 1.0  # times as fast
 # of each number of threads and each density, ms: every turn, the rank's work in it, and that of the shards
 Times = dict[tuple[int, float], list[tuple[float, float, float]]]
 
@@ -109,18 +109,18 @@ class Rank:
 
     def turn(self, density: float) -> dict[str, float]:
         """Milliseconds of one all-reduce, and those of the processor in this process."""
-        return timed(self._comm.allreduce, self._tensor, density)
+        return time_all_reduce(self._comm.allreduce, self._tensor, density)
 
 
-def timed(all_reduce: Callable[[Array], object], tensor: Array, density: float) -> dict[str, float]:
+def time_all_reduce(all_reduce: Callable[[Array], object], tensor: Array, density: float) -> dict[str, float]:
     """Milliseconds of an all-reduce of one rank, and those of the processor in this process."""
     blocks = tensor.reshape(-1, BLOCK)
     blocks[:] = 0
     blocks[np.random.default_rng(1).random(len(blocks)) < density] = 3
     expected = float(tensor.sum(dtype=np.float64))
-    begin, used = time.perf_counter(), time.process_time()
+    begin, used_before = time.perf_counter(), time.process_time()
     all_reduce(tensor)
-    ms, used_ms = (time.perf_counter() - begin) * 1e3, (time.process_time() - used) * 1e3
+    ms, used_ms = (time.perf_counter() - begin) * 1e3, (time.process_time() - used_before) * 1e3
     return {"ms": ms, "used_ms": used_ms, "wrong": int(tensor.sum(dtype=np.float64) != expected)}
 
 
@@ -132,14 +132,14 @@ def measure(console: Console, turns: int) -> bool:
     works = "rank works", "shards work"
     for title in ("1 rank, 100 MiB", "1 thread ms", "2 threads ms", "ratio", "at most", *works, "carried by"):
         table.add_column(title, justify="right")
-    for way in (ALONE, *WAYS):
-        times, carrier = (_times_alone(turns), NOTHING) if way == ALONE else _times(way, turns)
+    for transport in (ALONE, *TRANSPORTS):
+        times, carrier = (_times_alone(turns), NOTHING) if transport == ALONE else _times(transport, turns)
         for density in DENSITIES:
             (one, works, shards_work), (two, _, _) = (np.median(times[threads, density], 0) for threads in THREADS)
-            name, most = f"{way}, density {density:g}", one / ((works + shards_work) / 2)
-            numbers = (one, two, one / two, most, works, shards_work)
+            name, bound = f"{transport}, density {density:g}", one / ((works + shards_work) / 2)
+            numbers = (one, two, one / two, bound, works, shards_work)
             table.add_row(name, *(f"{number:.2f}" for number in numbers), carrier)
-            verdicts += [at_least(f"{name}: 2 threads", two, "1 thread", one, LEAST)] if density == 1 else []
+            verdicts += [at_least(f"{name}: 2 threads", two, "1 thread", one, MIN_SPEEDUP)] if density == 1 else []
     console.print(table, "at most: two processors share the work of the rank and of the shards\n")
     show_verdicts(console, verdicts)
     return all(verdict.met for verdict in verdicts)
@@ -151,35 +151,35 @@ def _times_alone(turns: int) -> Times:
     with contextlib.ExitStack() as stack:
         ranks = {threads: stack.enter_context(rank_alone(threads, SHARDS)) for threads in THREADS}
         for _, density, (threads, rank) in itertools.product(range(turns), DENSITIES, ranks.items()):
-            row = timed(rank.all_reduce, tensor, density)
+            row = time_all_reduce(rank.all_reduce, tensor, density)
             if row["wrong"]:
                 raise PeerError(ALONE, "gave wrong sums")
             times.setdefault((threads, density), []).append((row["ms"], row["used_ms"], 0.0))
     return times
 
 
-def _times(way: str, turns: int) -> tuple[Times, str]:
+def _times(transport: str, turns: int) -> tuple[Times, str]:
     """Also what has carried the tensors."""
     times: Times = {}
     with contextlib.ExitStack() as stack:
-        entrants = {threads: _entrant(stack, way, threads) for threads in THREADS}
+        entrants = {threads: _entrant(stack, transport, threads) for threads in THREADS}
         for _, density, (threads, (shards, rank)) in itertools.product(range(turns), DENSITIES, entrants.items()):
             before = shards.cpu_seconds()
             (row,) = rank.tell(do="turn", density=density)
             if row["wrong"]:
-                raise PeerError(way, "gave wrong sums")
+                raise PeerError(transport, "gave wrong sums")
             shards_ms = (shards.cpu_seconds() - before) * 1e3
             times.setdefault((threads, density), []).append((row["ms"], row["used_ms"], shards_ms))
     [carrier] = {rank.carrier for _, rank in entrants.values()}
     return times, carrier
 
 
-def _entrant(stack: contextlib.ExitStack, way: str, threads: int) -> tuple[Servers, Group]:
+def _entrant(stack: contextlib.ExitStack, transport: str, threads: int) -> tuple[Servers, Group]:
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="omnireduce-bench-"))
     processor = str(max(os.sched_getaffinity(0)))
     shards = stack.enter_context(daemon(SHARDS, prefix=["taskset", "-c", processor]))
-    sets = ("transport.host_exchange=off", f"transport.kind={way}", f"transport.threads={threads}")
-    group = service_group(1, folder, shards.addresses, *sets, program=("benchmarks.parts.threads",), carrier=way)
+    sets = ("transport.host_exchange=off", f"transport.kind={transport}", f"transport.threads={threads}")
+    group = service_group(1, folder, shards.addresses, *sets, program=("benchmarks.parts.threads",), carrier=transport)
     return shards, stack.enter_context(group)
 
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import omnireduce as omni
 from benchmarks.contest.cases import MEMORY
-from benchmarks.harness.carriers import by_sockets
+from benchmarks.harness.carriers import count_socket_bytes
 from benchmarks.harness.group import Group, PeerError, group_here
 from benchmarks.harness.orders import Order, join, serve
 from benchmarks.harness.verdicts import Verdict, at_least, below, show_verdicts
@@ -41,7 +41,7 @@ FUSED, NUMPY, COMPILED, TORCH = (
 )
 CLIPPED = "updates on the shards, with clip_norm"
 OTHERS = NUMPY, COMPILED, TORCH
-WAYS = FUSED, CLIPPED, *OTHERS
+VARIANTS = FUSED, CLIPPED, *OTHERS
 ELEMENTS, BLOCK, SPARSE = 16 << 20, 256, 0.01
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8
 DENSE_TARGET, SPARSE_TARGET, EMBEDDING_TARGET = 1.15, 3.0, 2.0
@@ -63,7 +63,7 @@ def compiled_adam(g: Array, m: Array, v: Array, w: Array, rate: Any, root: Any) 
 
 
 class Weights:
-    """The weights and states of one way."""
+    """The weights and states of one variant."""
 
     def __init__(self) -> None:
         self.w, self.m, self.v, self.a, self.b = np.zeros((5, ELEMENTS), np.float32)
@@ -107,55 +107,62 @@ class Updating:
         join(options)
         rng = np.random.default_rng(options["rank"])
         blocks = np.zeros((ELEMENTS // BLOCK, BLOCK), np.float32)
-        there = rng.random(len(blocks)) < density
-        blocks[there] = rng.standard_normal((int(there.sum()), BLOCK)).astype(np.float32)
+        is_nonzero = rng.random(len(blocks)) < density
+        blocks[is_nonzero] = rng.standard_normal((int(is_nonzero.sum()), BLOCK)).astype(np.float32)
         self._gradient: Array = blocks.reshape(-1)
-        self._mean, self._own = np.zeros(ELEMENTS, np.float32), {way: Weights() for way in (NUMPY, COMPILED)}
+        self._mean = np.zeros(ELEMENTS, np.float32)
+        self._weights_by_variant = {variant: Weights() for variant in (NUMPY, COMPILED)}
         self._weights = np.zeros(ELEMENTS, np.float32)
         rule = Adam(lr=LR) if density == 1 else SparseAdam(lr=LR)
         self._weights.fill(0)  # so that its memory is there
         before = memory_mib("RssAnon")
         self._optimizer = omni.ShardedOptimizer([self._weights], rule, comm=session.communicator())
         self._optimizer.step([self._gradient])
-        self._kept_mib = memory_mib("RssAnon") - before
+        self._state_mib = memory_mib("RssAnon") - before
         clipped = np.zeros(ELEMENTS, np.float32)
         self._clipping = omni.ShardedOptimizer([clipped], rule, clip_norm=1.0, comm=session.communicator())
         self._parameter = torch.nn.Parameter(torch.zeros(ELEMENTS))
         self._torch = torch.optim.Adam([self._parameter], lr=LR, fused=True)
         self._parameter.grad = torch.from_numpy(self._mean)
 
-    def turn(self, way: str) -> dict[str, float]:
+    def turn(self, variant: str) -> dict[str, float]:
         """Milliseconds of one step, the exchange included."""
         comm = session.communicator()
         comm.barrier()
         begin = perf_counter()
-        if way in (FUSED, CLIPPED):
-            (self._optimizer if way == FUSED else self._clipping).step([self._gradient])
+        if variant in (FUSED, CLIPPED):
+            (self._optimizer if variant == FUSED else self._clipping).step([self._gradient])
         else:
             comm.allreduce(self._gradient, out=self._mean, op="mean")
             exchanged = perf_counter()
-            if way == TORCH:
+            if variant == TORCH:
                 self._torch.step()
-            elif way == NUMPY:
-                self._own[way].numpy_step(self._mean)
+            elif variant == NUMPY:
+                self._weights_by_variant[variant].numpy_step(self._mean)
             else:
-                self._own[way].compiled_step(self._mean)
+                self._weights_by_variant[variant].compiled_step(self._mean)
             return {"ms": (perf_counter() - begin) * 1e3, "exchange_ms": (exchanged - begin) * 1e3}
         return {"ms": (perf_counter() - begin) * 1e3, "exchange_ms": 0.0}
 
     def check(self) -> dict[str, float]:
-        """Make the one step more that the shards have made, in all other ways. Return how far the weights are apart,
-        and the memory that a rank needs for what the shards keep, beside its own weights and gradient."""
-        self._own[NUMPY].numpy_step(self._mean)
-        self._own[COMPILED].compiled_step(self._mean)
+        """Make the one step more that the shards have made, in all other variants. Return how far the weights are
+        apart, and the memory that a rank needs for what the shards keep, beside its own weights and gradient."""
+        self._weights_by_variant[NUMPY].numpy_step(self._mean)
+        self._weights_by_variant[COMPILED].compiled_step(self._mean)
         self._torch.step()
-        others = [self._own[NUMPY].w, self._own[COMPILED].w, self._parameter.detach().numpy()]
+        other_weights = [
+            self._weights_by_variant[NUMPY].w,
+            self._weights_by_variant[COMPILED].w,
+            self._parameter.detach().numpy(),
+        ]
         dense = [
-            weights for weights in others if isinstance(self._optimizer.rule, Adam) and not self._optimizer.rule.lazy
+            weights
+            for weights in other_weights
+            if isinstance(self._optimizer.rule, Adam) and not self._optimizer.rule.lazy
         ]
         return {
             "apart": max((float(np.abs(self._weights - weights).max()) for weights in dense), default=0.0),
-            "kept_mib": self._kept_mib,
+            "kept_mib": self._state_mib,
         }
 
 
@@ -174,11 +181,11 @@ class Embedding:
         store = dist.FileStore(f"{folder}/gloo", options["size"])
         dist.init_process_group("gloo", store=store, rank=options["rank"], world_size=options["size"])
         self._rank, self._models = options["rank"], dict[str, Any]()
-        for way in (SHARDED, DDP):
+        for variant in (SHARDED, DDP):
             torch.manual_seed(1)
             table, layer = torch.nn.Embedding(WORDS, WIDTH, sparse=True), torch.nn.Linear(WIDTH, 1)
             model = torch.nn.Sequential(table, layer)
-            if way == SHARDED:
+            if variant == SHARDED:
                 groups = [
                     {"params": [table.weight], "rows": True, "rule": RowAdagrad(lr=0.01)},
                     {"params": layer.parameters()},
@@ -186,19 +193,19 @@ class Embedding:
                 steps = [hvd.ShardedOptimizer(groups, Sgd(lr=0.01))]
             else:
                 steps = [torch.optim.SparseAdam([table.weight]), torch.optim.SGD(layer.parameters(), lr=0.01)]
-            self._models[way] = DistributedDataParallel(model) if way == DDP else model, steps
+            self._models[variant] = DistributedDataParallel(model) if variant == DDP else model, steps
         self._seed = 0
 
-    def turn(self, way: str) -> dict[str, Any]:
+    def turn(self, variant: str) -> dict[str, Any]:
         """Milliseconds of a step: forward, backward, exchange and update."""
         import torch
 
-        model, optimizers = self._models[way]
+        model, optimizers = self._models[variant]
         self._seed += 1
         rng = np.random.default_rng([self._seed // 2, self._rank])
         words = torch.from_numpy(np.minimum(rng.zipf(1.2, LOOKED_UP), WORDS) - 1)
         session.communicator().barrier()
-        with by_sockets() as carried:
+        with count_socket_bytes() as carried:
             begin = perf_counter()
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -206,11 +213,11 @@ class Embedding:
             for optimizer in optimizers:
                 optimizer.step()
             ms = (perf_counter() - begin) * 1e3
-        return {"ms": ms} | ({"carried": carried} if way == DDP else {})
+        return {"ms": ms} | ({"carried": carried} if variant == DDP else {})
 
 
 def measure(console: Console, turns: int) -> bool:
-    """Let the ways take turns; return whether the aims are met. Raises PeerError where one fails or gives other
+    """Let the variants take turns; return whether the aims are met. Raises PeerError where one fails or gives other
     weights, ImportError without torch."""
     import torch  # noqa: F401  the ranks have the same environment
 
@@ -223,21 +230,21 @@ def measure(console: Console, turns: int) -> bool:
     return all(verdict.met for verdict in verdicts)
 
 
-def _medians(group: Group, ways: tuple[str, ...], turns: int) -> dict[str, dict[str, float]]:
-    """Each way's measurements on the slowest rank: the median of all turns except the first two, which warm up."""
-    rows = group.in_turns(turns + 1, {way: {"way": way} for way in ways})
+def _medians(group: Group, variants: tuple[str, ...], turns: int) -> dict[str, dict[str, float]]:
+    """Each variant's measurements on the slowest rank: the median of all turns except the first two, which warm up."""
+    rows = group.in_turns(turns + 1, {variant: {"variant": variant} for variant in variants})
     return {
-        way: {key: float(np.median([row[key] for row in way_rows[1:]])) for key in way_rows[0]}
-        for way, way_rows in rows.items()
+        variant: {key: float(np.median([row[key] for row in variant_rows[1:]])) for key in variant_rows[0]}
+        for variant, variant_rows in rows.items()
     }
 
 
 def _adam(console: Console, ranks: int, density: float, target: float, turns: int) -> list[Verdict]:
     program = "benchmarks.parts.updates", f"adam-{density:g}"
     with group_here(ranks, program=program, carrier=CARRIERS) as group:
-        medians = _medians(group, WAYS, turns)
+        medians = _medians(group, VARIANTS, turns)
         checks = group.tell(do="check")
-    apart, kept = (max(row[what] for row in checks) for what in ("apart", "kept_mib"))
+    apart, state_mib = (max(row[key] for row in checks) for key in ("apart", "kept_mib"))
     if apart > TOLERANCE:
         raise PeerError("updates", f"gave weights that are {apart:g} apart")
     case = f"Adam of {ELEMENTS >> 20} Mi, density {density:g}, {ranks} ranks"
@@ -245,13 +252,13 @@ def _adam(console: Console, ranks: int, density: float, target: float, turns: in
     for name in (case, "ms", "of it the exchange", "times", "carried by"):
         table.add_column(name, justify="right" if name != case else "left")
     ours = medians[FUSED]["ms"]
-    for way, row in medians.items():
+    for variant, row in medians.items():
         numbers = f"{row['ms']:.1f}", f"{row['exchange_ms']:.1f}", f"{row['ms'] / ours:.2f}"
-        table.add_row(way, *numbers, group.carrier_of(way))
+        table.add_row(variant, *numbers, group.carrier_of(variant))
     console.print(table, "")
     return [
-        *(at_least(case, ours, way, medians[way]["ms"], target) for way in OTHERS),
-        below(f"{case}: memory of a rank for it", kept, 1.0, "MiB"),
+        *(at_least(case, ours, variant, medians[variant]["ms"], target) for variant in OTHERS),
+        below(f"{case}: memory of a rank for it", state_mib, 1.0, "MiB"),
     ]
 
 
@@ -260,16 +267,18 @@ def _embedding(console: Console, turns: int) -> Verdict:
     with group_here(2, program=program, carrier=CARRIERS_OF_EMBEDDING) as group:
         medians = _medians(group, (SHARDED, DDP), turns)
     case = f"step of an embedding of {WORDS} words of {WIDTH}, {LOOKED_UP} looked up"
-    said = (f"{way}: {medians[way]['ms']:.2f} ms, carried by {group.carrier_of(way)}" for way in medians)
-    console.print(f"{case}: {'; '.join(said)}", "")
+    texts = (
+        f"{variant}: {medians[variant]['ms']:.2f} ms, carried by {group.carrier_of(variant)}" for variant in medians
+    )
+    console.print(f"{case}: {'; '.join(texts)}", "")
     return at_least(case, medians[SHARDED]["ms"], DDP, medians[DDP]["ms"], EMBEDDING_TARGET)
 
 
 def _start(kind: str, options: dict[str, Any], path: str) -> tuple[int, Mapping[str, Order]]:
     if kind == "embedding":
         return options["rank"], {"turn": Embedding(options, str(Path(path).parent)).turn}
-    made = Updating(options, float(kind.removeprefix("adam-")))
-    return options["rank"], {"turn": made.turn, "check": made.check}
+    updating = Updating(options, float(kind.removeprefix("adam-")))
+    return options["rank"], {"turn": updating.turn, "check": updating.check}
 
 
 if __name__ == "__main__":

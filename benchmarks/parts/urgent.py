@@ -20,13 +20,13 @@ from benchmarks.harness.orders import connect, serve_turns
 from benchmarks.harness.verdicts import below, show_verdicts
 
 RANKS, SMALL, LARGE = 2, 1 << 10, 1 << 24  # elements of float32: 4 KiB and 64 MiB
-WAYS = {
+TRANSPORT_SETTINGS = {
     MEMORY: (),
     "shm": ("transport.host_exchange=off",),
     "tcp": ("transport.host_exchange=off", "transport.kind=tcp"),
 }
 URGENT_BYTES = {"behind it": 0, "with a channel of its own": 65536}
-MOST_MS = 3.0
+MAX_MS = 3.0
 PROGRAM = ("benchmarks.parts.urgent",)
 
 
@@ -61,12 +61,12 @@ class Rank:
 def measure(console: Console, turns: int) -> bool:
     """Let both kinds of jobs take turns, for each way that blocks may go; return whether all aims are met. Raises
     PeerError where one fails, or finds a wrong sum."""
-    lines = []
-    for way, sets in WAYS.items():
+    verdicts = []
+    for transport, sets in TRANSPORT_SETTINGS.items():
         with contextlib.ExitStack() as stack:
             groups = {
                 name: stack.enter_context(
-                    group_here(RANKS, *sets, f"protocol.urgent_bytes={nbytes}", program=PROGRAM, carrier=way)
+                    group_here(RANKS, *sets, f"protocol.urgent_bytes={nbytes}", program=PROGRAM, carrier=transport)
                 )
                 for name, nbytes in URGENT_BYTES.items()
             }
@@ -75,18 +75,20 @@ def measure(console: Console, turns: int) -> bool:
                 for name, group in groups.items():
                     rows[name] += group.tell(do="turn")
         carriers = {name: group.carrier for name, group in groups.items()}
-        _show(console, way, rows, carriers)
+        _show(console, transport, rows, carriers)
         if any(row["wrong"] for job_rows in rows.values() for row in job_rows):
-            raise PeerError(way, "gave wrong sums")
+            raise PeerError(transport, "gave wrong sums")
         last = [row["beside_ms"] for row in list(rows.values())[-1]]
-        lines.append(below(f"{way}: 4 KiB beside 64 MiB", float(np.median(last)), MOST_MS, "ms"))
-    show_verdicts(console, lines)
-    return all(verdict.met for verdict in lines)
+        verdicts.append(below(f"{transport}: 4 KiB beside 64 MiB", float(np.median(last)), MAX_MS, "ms"))
+    show_verdicts(console, verdicts)
+    return all(verdict.met for verdict in verdicts)
 
 
-def _show(console: Console, way: str, rows: dict[str, list[dict[str, float]]], carriers: Mapping[str, str]) -> None:
+def _show(
+    console: Console, transport: str, rows: dict[str, list[dict[str, float]]], carriers: Mapping[str, str]
+) -> None:
     table = Table(box=None)
-    table.add_column(f"{way}, {RANKS} ranks, ms")
+    table.add_column(f"{transport}, {RANKS} ranks, ms")
     for title in ("4 KiB alone", "4 KiB beside", "p90", "64 MiB", "carried by", "wrong"):
         table.add_column(title, justify="right")
     for name, job_rows in rows.items():

@@ -26,7 +26,7 @@ import click
 import numpy as np
 
 from benchmarks.contest.cases import MEMORY
-from benchmarks.harness.carriers import SAID
+from benchmarks.harness.carriers import CARRIED_BY
 from benchmarks.harness.environments import ROOT
 from benchmarks.harness.group import PeerError
 from omnireduce.errors import UsageError
@@ -90,8 +90,8 @@ def runs_of(experiment: str, scale: Scale) -> list[Run]:
         sizes = [{name: size for name, size in dimensions.items() if name != "K"} for dimensions in sizes]
     runs = []
     for batch, dimensions in zip(BATCHES, sizes, strict=True):
-        told = tuple(word for name, size in dimensions.items() for word in ("--size", f"{name}={size}"))
-        runs += [Run(experiment, schedule, f"B={batch}", told) for schedule in schedules(experiment)]
+        size_words = tuple(word for name, size in dimensions.items() for word in ("--size", f"{name}={size}"))
+        runs += [Run(experiment, schedule, f"B={batch}", size_words) for schedule in schedules(experiment)]
     return runs
 
 
@@ -119,18 +119,18 @@ def mpirun() -> list[str]:
     except ValueError as error:
         raise UsageError(f"MPI_ARGS is {os.environ['MPI_ARGS']!r}: {error}") from None
     version = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    return [path, *(words if "Open MPI" in version or "OpenRTE" in version else in_words_of_mpich(words))]
+    return [path, *(words if "Open MPI" in version or "OpenRTE" in version else translate_for_mpich(words))]
 
 
-def in_words_of_mpich(words: Sequence[str]) -> list[str]:
+def translate_for_mpich(words: Sequence[str]) -> list[str]:
     """Open MPI's `-x NAME=VALUE` as MPICH says it, and nothing for `-x NAME`: MPICH hands on all that is set. Raises
     UsageError for an `-x` without a name."""
-    translated, rest = list[str](), iter(words)
-    for word in rest:
+    translated, remaining = list[str](), iter(words)
+    for word in remaining:
         if word != "-x":
             translated.append(word)
             continue
-        name, has_value, value = next(rest, "").partition("=")
+        name, has_value, value = next(remaining, "").partition("=")
         if not name:
             raise UsageError("MPI_ARGS ends with -x: expected -x NAME=VALUE")
         translated += ["-genv", name, value] if has_value else []
@@ -140,25 +140,25 @@ def in_words_of_mpich(words: Sequence[str]) -> list[str]:
 def measure(experiment: str, results: Path, *, scale: Scale, epochs: int, rounds: int) -> list[Row]:
     """Run an experiment, and write its CSV to `results`. The schedules take turns, `rounds` times. Raises UsageError
     where the environment says what cannot be, PeerError where a program fails."""
-    wanted, ranks = runs_of(experiment, scale), processes(experiment)
+    runs, ranks = runs_of(experiment, scale), processes(experiment)
     make_folder(results)
     start = [*mpirun(), "-n", str(ranks), sys.executable]
     times: dict[tuple[Run, int, str], list[float]] = {}
-    carriers: dict[Run, set[str]] = {run: set() for run in wanted}
+    carriers: dict[Run, set[str]] = {run: set() for run in runs}
     with tempfile.TemporaryDirectory(prefix="omnireduce-experiment-") as folder:
-        for run in wanted:
+        for run in runs:
             file = _file(run, folder)
             schedules(run.program)[run.schedule].codegen(file, schedule=run.schedule)
         for _ in range(rounds):
-            for run in wanted:
+            for run in runs:
                 program = ["-m", "benchmarks.harness.carriers", str(_file(run, folder))]
-                said, errors = _output([*start, *program, str(epochs), *run.words], run)
-                carriers[run].update(SAID.findall(errors))
+                output, errors = _output([*start, *program, str(epochs), *run.words], run)
+                carriers[run].update(CARRIED_BY.findall(errors))
                 if run.schedule == ON_SHARDS and carriers[run] == {MEMORY}:
                     raise PeerError(
                         f"{run.program}, {run.schedule}", "sent nothing to a shard: memory carried all tensors"
                     )
-                for elements, stage, ms in parsed(said, run):
+                for elements, stage, ms in parse_output(output, run):
                     times.setdefault((run, elements, stage), []).append(ms)
     rows = [
         Row(*run[:3], ranks, elements, epochs, rounds, stage, float(np.median(ms)), ", ".join(sorted(carriers[run])))
@@ -176,20 +176,24 @@ def _output(command: Sequence[str], run: Run) -> tuple[str, str]:
     """The output of a program, and its standard error. Raises PeerError with its last words where it fails."""
     environ = {**dict.fromkeys(THREADS, "1"), **os.environ}  # ranks share the processors
     environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{environ.get('PYTHONPATH', '')}".rstrip(os.pathsep)
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()] or ["nothing"]
-        raise PeerError(f"{run.program}, {run.schedule}", f"ended with status {done.returncode}: {said[-1]}")
-    return done.stdout, done.stderr
+    process = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    if process.returncode:
+        lines = [line for line in (process.stderr + process.stdout).splitlines() if line.strip()] or ["nothing"]
+        raise PeerError(f"{run.program}, {run.schedule}", f"ended with status {process.returncode}: {lines[-1]}")
+    return process.stdout, process.stderr
 
 
-def parsed(text: str, run: Run) -> Iterator[tuple[int, str, float]]:
+def parse_output(text: str, run: Run) -> Iterator[tuple[int, str, float]]:
     """The elements and each stage with its milliseconds, of each line of a program. Raises UsageError where there is
     no line: words for mpirun may change them."""
     lines = [match for line in text.splitlines() if (match := LINE.fullmatch(line.strip()))]
     if not lines:
-        said = next(filter(str.strip, text.splitlines()), "nothing")
-        raise UsageError(f"{run.program}, {run.schedule}: expected lines such as {{SZ: 1024, ...}}, it printed {said}")
+        first_line = next(filter(str.strip, text.splitlines()), "nothing")
+        raise UsageError(
+            f"{run.program}, {run.schedule}: expected lines such as {{SZ: 1024, ...}}, it printed {first_line}"
+        )
     for match in lines:
         for part in match[3].split(", "):
             stage, _, ms = part.partition(": ")

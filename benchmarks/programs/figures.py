@@ -23,20 +23,20 @@ OVER_BATCHES = {"Figure11": "model-parallel", "Figure12": "pipeline-parallel"}
 def draw(rows: Sequence[Row], results: Path) -> list[Path]:
     """Draw the figures of an experiment into `results`; return the files. Raises UsageError where a file cannot be
     written."""
-    made = []
+    paths = []
     with mpl.rc_context({**STYLE, "pdf.fonttype": 42}):
         for name in (*OVER_SIZES, *OVER_BATCHES):
             program, title = OVER_SIZES.get(name, (OVER_BATCHES.get(name, ""),) * 2)
-            own = [row for row in rows if row.program == program and row.stage == TOTAL]
-            if not own:
+            figure_rows = [row for row in rows if row.program == program and row.stage == TOTAL]
+            if not figure_rows:
                 continue
-            figure = _over_sizes(own, title) if name in OVER_SIZES else _over_batches(own, title)
+            figure = _over_sizes(figure_rows, title) if name in OVER_SIZES else _over_batches(figure_rows, title)
             for extension in FORMATS:
-                made.append(results / f"{name}.{extension}")
+                paths.append(results / f"{name}.{extension}")
                 drawn = BytesIO()
                 figure.savefig(drawn, format=extension, metadata=METADATA[extension])
-                write_file(drawn.getvalue(), made[-1])
-    return made
+                write_file(drawn.getvalue(), paths[-1])
+    return paths
 
 
 def _axes(title: str, y: str) -> tuple[Figure, Any]:
@@ -53,9 +53,9 @@ def speedups(rows: Sequence[Row]) -> dict[str, dict[tuple[str, int], float]]:
     base = {(row.case, row.elements): row.ms for row in rows if row.schedule == first}
     ratios: dict[str, dict[tuple[str, int], float]] = {}
     for row in rows:
-        at = row.case, row.elements
-        if row.ms > 0 and at in base:
-            ratios.setdefault(row.schedule, {})[at] = base[at] / row.ms
+        key = row.case, row.elements
+        if row.ms > 0 and key in base:
+            ratios.setdefault(row.schedule, {})[key] = base[key] / row.ms
     return ratios
 
 
@@ -79,10 +79,10 @@ def _over_batches(rows: Sequence[Row], title: str) -> Figure:
     cases, names = (list(dict.fromkeys(values)) for values in ([r.case for r in rows], [r.schedule for r in rows]))
     ratios = speedups(rows)
     for number, schedule in enumerate(names):
-        own = [row for row in rows if row.schedule == schedule]
-        at = [cases.index(row.case) + (number + 0.5) * 0.8 / len(names) - 0.4 for row in own]
-        bars = axes.bar(at, [row.ms for row in own], 0.8 / len(names), label=schedule)
-        times = [ratios.get(schedule, {}).get((row.case, row.elements)) for row in own]
+        schedule_rows = [row for row in rows if row.schedule == schedule]
+        positions = [cases.index(row.case) + (number + 0.5) * 0.8 / len(names) - 0.4 for row in schedule_rows]
+        bars = axes.bar(positions, [row.ms for row in schedule_rows], 0.8 / len(names), label=schedule)
+        times = [ratios.get(schedule, {}).get((row.case, row.elements)) for row in schedule_rows]
         axes.bar_label(bars, ["" if ratio is None else f"{ratio:.2f}x" for ratio in times])
     axes.set_xticks(range(len(cases)), cases)
     axes.legend()

@@ -23,9 +23,9 @@ from omnireduce.programs.library import schedules
 
 RANKS = 2
 SIZES = {"4 KiB": (1 << 10, 200), "1 MiB": (1 << 18, 20), "64 MiB": (1 << 24, 1)}  # elements, and runs of a turn
-PLACES = {MEMORY: (), "tcp": ("transport.kind=tcp", "transport.host_exchange=off")}
+TRANSPORT_SETTINGS = {MEMORY: (), "tcp": ("transport.kind=tcp", "transport.host_exchange=off")}
 COMPARING, BELIEVING = "compared", "believed"
-MOST = {"4 KiB": 2.5, "1 MiB": 1.75, "64 MiB": 1.25}  # times as long
+MAX_RATIO = {"4 KiB": 2.5, "1 MiB": 1.75, "64 MiB": 1.25}  # times as long
 
 
 class Rank:
@@ -39,30 +39,37 @@ class Rank:
             for size, (elements, _) in SIZES.items()
         }
 
-    def turn(self, size: str, way: str) -> dict[str, float]:
+    def turn(self, size: str, variant: str) -> dict[str, float]:
         """Milliseconds of a run, and how many weights are wrong."""
         values, (_, runs) = self._values[size], SIZES[size]
         before = values["w"][0]
         self._comm.barrier()
         begin = time.perf_counter()
         for _ in range(runs):
-            self._pipeline.run(self._comm, values, compare=way == COMPARING)
+            self._pipeline.run(self._comm, values, compare=variant == COMPARING)
         ms = (time.perf_counter() - begin) * 1e3 / runs
         return {"ms": ms, "wrong": int(np.count_nonzero(values["w"] != before - runs * self._comm.size))}
 
 
 def measure(console: Console, turns: int) -> bool:
-    """Let both ways take turns, where ranks exchange in memory and over TCP; return whether the aims are met. Raises
-    PeerError where one fails or gives a wrong result."""
+    """Let both variants take turns, where ranks exchange in memory and over TCP; return whether the aims are met.
+    Raises PeerError where one fails or gives a wrong result."""
     verdicts = []
-    for place in PLACES:
-        with group_here(RANKS, *PLACES[place], program=("benchmarks.programs.inputs",), carrier=place) as ranks:
+    for transport in TRANSPORT_SETTINGS:
+        with group_here(
+            RANKS, *TRANSPORT_SETTINGS[transport], program=("benchmarks.programs.inputs",), carrier=transport
+        ) as ranks:
             for size in SIZES:
-                rows = ranks.in_turns(turns, {way: {"size": size, "way": way} for way in (COMPARING, BELIEVING)})
-                ms = {way: float(np.median([row["ms"] for row in way_rows])) for way, way_rows in rows.items()}
+                rows = ranks.in_turns(
+                    turns, {variant: {"size": size, "variant": variant} for variant in (COMPARING, BELIEVING)}
+                )
+                ms = {
+                    variant: float(np.median([row["ms"] for row in variant_rows]))
+                    for variant, variant_rows in rows.items()
+                }
                 _show(console, f"{RANKS} ranks, carried by {ranks.carrier}, {size}", ms)
-                name = f"inputs, {place}, {size}"
-                verdicts.append(at_most(name, ms[COMPARING], BELIEVING, ms[BELIEVING], MOST[size]))
+                name = f"inputs, {transport}, {size}"
+                verdicts.append(at_most(name, ms[COMPARING], BELIEVING, ms[BELIEVING], MAX_RATIO[size]))
     show_verdicts(console, verdicts)
     return all(verdict.met for verdict in verdicts)
 
@@ -71,8 +78,8 @@ def _show(console: Console, title: str, ms: dict[str, float]) -> None:
     table = Table(box=None)
     table.add_column(title)
     table.add_column("ms", justify="right")
-    for way, own in ms.items():
-        table.add_row(f"inputs are {way}", f"{own:.3f}")
+    for variant, variant_ms in ms.items():
+        table.add_row(f"inputs are {variant}", f"{variant_ms:.3f}")
     console.print(table, "")
 
 

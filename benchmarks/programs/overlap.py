@@ -29,7 +29,7 @@ RANKS, ROWS, COLUMNS, INNER = 2, 1024, 1024, 16384
 RATE = "100mbit"  # with which a sum takes about as long as its product, on a processor of 2020
 CHUNKS = (2, 4, 8)
 SERIAL = "one after the other"
-LEAST = 1.1  # times as fast over shaped links, with the best number of chunks
+MIN_SPEEDUP = 1.1  # times as fast over shaped links, with the best number of chunks
 
 
 class Rank:
@@ -51,11 +51,11 @@ class Rank:
         self._expected = x @ weight
         self._pipelines = pipelines()
 
-    def turn(self, way: str) -> dict[str, float]:
+    def turn(self, variant: str) -> dict[str, float]:
         """Milliseconds of one run, of the product alone on one rank, and how many elements are wrong."""
         self._comm.barrier()
         begin = time.perf_counter()
-        output = self._pipelines[way].run(self._comm, self._values)["out"]
+        output = self._pipelines[variant].run(self._comm, self._values)["out"]
         ms = (time.perf_counter() - begin) * 1e3
         begin = time.perf_counter()
         np.matmul(self._values["x"], self._values["weight"])
@@ -64,30 +64,30 @@ class Rank:
 
 
 def pipelines() -> dict[str, Pipeline]:
-    """The layer in each way. Nothing is dropped."""
+    """The layer in each variant. Nothing is dropped."""
     serial = model_parallel(p=0.0)
-    by_way = {SERIAL: serial}
+    variants = {SERIAL: serial}
     for chunks in CHUNKS:
-        by_way[f"{chunks} chunks"] = serial.overlap(["product", "total"], chunks=chunks)
-    return by_way
+        variants[f"{chunks} chunks"] = serial.overlap(["product", "total"], chunks=chunks)
+    return variants
 
 
 def measure(console: Console, turns: int, rate: str) -> bool:
-    """Let the ways take turns, in shared memory and over shaped links; return whether the aim is met. Raises PeerError
-    where one fails or gives a wrong result, TestbedError where there can be no hosts with shaped links."""
+    """Let the variants take turns, in shared memory and over shaped links; return whether the aim is met. Raises
+    PeerError where one fails or gives a wrong result, TestbedError where there can be no hosts with shaped links."""
     verdicts = []
     program = ("benchmarks.programs.overlap",)
-    here = group_here(RANKS, program=program, carrier=MEMORY)
-    for place, group in ((MEMORY, here), (rate, group_between(rate, RANKS, program=program))):
+    local_group = group_here(RANKS, program=program, carrier=MEMORY)
+    for network, group in ((MEMORY, local_group), (rate, group_between(rate, RANKS, program=program))):
         with group as ranks:
-            rows = ranks.in_turns(turns, {way: {"way": way} for way in pipelines()})
-        ms = {way: float(np.median([answer["ms"] for answer in answers])) for way, answers in rows.items()}
+            rows = ranks.in_turns(turns, {variant: {"variant": variant} for variant in pipelines()})
+        ms = {variant: float(np.median([answer["ms"] for answer in answers])) for variant, answers in rows.items()}
         product_ms = float(np.median([answer["product_ms"] for answers in rows.values() for answer in answers]))
-        where = f"{RANKS} ranks, {place}, carried by {ranks.carrier}"
-        _show(console, f"{where}; the product alone takes {product_ms:.0f} ms", ms)
-        best = min((way for way in ms if way != SERIAL), key=lambda way: ms[way])
-        if place == rate:
-            verdicts.append(at_least(f"overlap, {rate}, {best}", ms[best], SERIAL, ms[SERIAL], LEAST))
+        title = f"{RANKS} ranks, {network}, carried by {ranks.carrier}"
+        _show(console, f"{title}; the product alone takes {product_ms:.0f} ms", ms)
+        best = min((variant for variant in ms if variant != SERIAL), key=lambda variant: ms[variant])
+        if network == rate:
+            verdicts.append(at_least(f"overlap, {rate}, {best}", ms[best], SERIAL, ms[SERIAL], MIN_SPEEDUP))
     show_verdicts(console, verdicts)
     return all(verdict.met for verdict in verdicts)
 
@@ -97,8 +97,8 @@ def _show(console: Console, title: str, ms: dict[str, float]) -> None:
     table.add_column(title)
     table.add_column("ms", justify="right")
     table.add_column("faster", justify="right")
-    for way, own in ms.items():
-        table.add_row(way, f"{own:.1f}", f"{ms[SERIAL] / own:.2f}")
+    for variant, variant_ms in ms.items():
+        table.add_row(variant, f"{variant_ms:.1f}", f"{ms[SERIAL] / variant_ms:.2f}")
     console.print(table, "")
 
 

@@ -36,7 +36,7 @@ class Differing:
     """Ranks whose sums depend on the way."""
 
     def tell(self, **order: Any) -> list[dict[str, Any]]:
-        return [{"ms": 1.0, "sum": float(order["way"] == OURS)}] * 2
+        return [{"ms": 1.0, "sum": float(order["variant"] == OURS)}] * 2
 
 
 def test_wrong_means_are_an_error() -> None:

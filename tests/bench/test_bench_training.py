@@ -111,7 +111,7 @@ def test_one_run_of_an_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         if find_spec(package) is None:
             pytest.skip(f"no {package} here; `make torch` installs it")
     monkeypatch.setattr(training, "python_of", lambda name: Path(sys.executable))
-    monkeypatch.setitem(training.MODELS, "digits", MODELS["digits"]._replace(ways={"": ("--steps", "3")}))
+    monkeypatch.setitem(training.MODELS, "digits", MODELS["digits"]._replace(variants={"": ("--steps", "3")}))
     monkeypatch.setattr(training, "GLOO", "omnireduce")
     options = ["--links", "this host", "--ranks", "2", "--only", "digits", "--turns", "1", "--results", str(tmp_path)]
     result = CliRunner().invoke(main, ["training", *options])

@@ -22,8 +22,8 @@ from local_cluster import children
 
 from benchmarks.__main__ import main
 from benchmarks.contest.cases import Case
-from benchmarks.contest.compare import AFTER, BEFORE, Compared, compare, compare_in_turns
-from benchmarks.contest.contest import BOUND, OURS, OWN, SCAN, WARM_UP, Contest, Entrant
+from benchmarks.contest.compare import AFTER, BEFORE, CaseComparison, compare, compare_in_turns
+from benchmarks.contest.contest import BOUND, OURS, OWN_METHODS, SCAN, WARM_UP, Contest, Entrant
 from benchmarks.contest.loopback import MESSAGE_BYTES, Carrier
 from benchmarks.contest.memory import measure
 from benchmarks.contest.outcomes import Outcome
@@ -89,13 +89,13 @@ class Wrong(Group):
 
 
 def test_what_is_compared_is_checked_in_every_round() -> None:
-    contest = Contest([Entrant(replace(OWN[0], label=name), Wrong()) for name in (BEFORE, AFTER)])
+    contest = Contest([Entrant(replace(OWN_METHODS[0], label=name), Wrong()) for name in (BEFORE, AFTER)])
     with pytest.raises(PeerError, match="before gave 3 wrong elements: shm, 2 ranks, 4 KiB"):
         list(compare_in_turns(lambda _: contextlib.nullcontext(contest), HERE, SMALL[:1]))
 
 
 def test_a_case_that_takes_more_than_it_may_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparisons = [Compared(name, "ms", 1.0, ratio, ratio) for name, ratio in (("a", 1.04), ("b", 1.06))]
+    comparisons = [CaseComparison(name, "ms", 1.0, ratio, ratio) for name, ratio in (("a", 1.04), ("b", 1.06))]
     monkeypatch.setattr("benchmarks.__main__.checkout", lambda root: HERE)
     monkeypatch.setattr("benchmarks.__main__.compare_cases", lambda cases, older, starts: iter(comparisons))
     result = CliRunner().invoke(main, ["compare", "."])
@@ -218,7 +218,7 @@ def test_memory_of_workers_and_shards(transport: str) -> None:
 
 
 def test_a_small_tensor_beside_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(urgent, "WAYS", {"shm": urgent.WAYS["shm"]})
+    monkeypatch.setattr(urgent, "TRANSPORT_SETTINGS", {"shm": urgent.TRANSPORT_SETTINGS["shm"]})
     result = CliRunner().invoke(main, ["urgent", "--turns", "2"])
     assert result.exit_code in (0, 3), result.output  # a test does not judge the time
     rows = [line.split() for line in result.output.splitlines() if line.strip().startswith(tuple(urgent.URGENT_BYTES))]

@@ -14,7 +14,7 @@ from local_cluster import MPIRUN, ROOT, Daemon
 from transports import MEMORY, over
 
 import benchmarks.harness.group
-from benchmarks.harness.carriers import NO_SOCKET, SAID, tcp_bytes, wrong_carrier
+from benchmarks.harness.carriers import CARRIED_BY, NO_SOCKET, tcp_bytes, wrong_carrier
 from benchmarks.harness.group import Group, PeerError, mpi_group, service_group, socket_path
 from omnireduce.support.printing import carriers_text
 
@@ -113,12 +113,12 @@ def test_a_program_of_its_own_is_told_from_outside(tmp_path: Path, program: str,
         [line.partition(":")[2] for line in text.splitlines()] for text in (result.stdout, result.stderr)
     )
     assert outputs == ["a b"] * int(ranks)
-    assert SAID.findall("\n".join(errors)) == [expected] * int(ranks), result.stderr
+    assert CARRIED_BY.findall("\n".join(errors)) == [expected] * int(ranks), result.stderr
 
 
 def ways(folder: Path, **carriers: str) -> Group:
-    """A rank that says of an order to go a way that this has carried its bytes."""
-    rank = "lambda: (0, {'turn': lambda way: {'carried': {way: 1}}})"
+    """A rank that says of an order for a variant that this has carried its bytes."""
+    rank = "lambda: (0, {'turn': lambda variant: {'carried': {variant: 1}}})"
     program = f"import sys; from benchmarks.harness.orders import serve; serve(sys.argv[1], {rank})"
     command = [sys.executable, "-c", program, socket_path(str(folder), "ways")]
     return Group("ways", 1, [command], str(folder), carrier=carriers)
@@ -128,16 +128,16 @@ def test_each_way_has_its_own_carrier(tmp_path: Path) -> None:
     """One of which nothing is said may go by whatever it likes."""
     with ways(tmp_path, tcp="tcp", shm="memory") as group:
         for transport in ("tcp", "other"):
-            group.tell(do="turn", way=transport)
+            group.tell(do="turn", variant=transport)
             assert group.carrier_of(transport) == transport
         assert group.carrier == "other+tcp"
         with pytest.raises(PeerError, match="ways failed: shm carried the tensors, and not memory"):
-            group.tell(do="turn", way="shm")
+            group.tell(do="turn", variant="shm")
 
 
 def test_a_way_that_carried_nothing_fails(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="nothing carried the tensors, and not shm"), ways(tmp_path, shm="shm") as group:
-        group.tell(do="turn", way="other")
+        group.tell(do="turn", variant="other")
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")

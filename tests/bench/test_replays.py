@@ -11,7 +11,7 @@ from transports import over
 
 from benchmarks.harness.group import PeerError
 from benchmarks.harness.testbed import Host
-from benchmarks.parts.replays import URGENT, WAYS, _iteration_ms, _show
+from benchmarks.parts.replays import URGENT, VARIANTS, _iteration_ms, _show
 from omnireduce.worker.switchml.recording import Layer, write_layers
 
 HERE = [Host("here", "127.0.0.1", ())] * 2
@@ -25,7 +25,7 @@ def options(daemon: Daemon, *more: str) -> list[str]:
 @pytest.mark.parametrize("name", ["none", URGENT])
 def test_a_training_is_timed(daemon: Daemon, tmp_path: Path, name: str) -> None:
     write_layers([Layer(0, 1000, 1000, 1000), Layer(1, 300_000, 1000, 1000)], tmp_path / "model.csv")
-    assert _iteration_ms(HERE, tmp_path, options(daemon, *WAYS[name])) > 0
+    assert _iteration_ms(HERE, tmp_path, options(daemon, *VARIANTS[name])) > 0
 
 
 def test_a_training_that_something_else_carried_is_an_error(daemon: Daemon, tmp_path: Path) -> None:

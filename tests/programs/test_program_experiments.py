@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from local_cluster import MPIRUN, ROOT, WAIT_S
 
-from benchmarks.programs.experiments import Row, Run, in_words_of_mpich, parsed, read_rows, write_rows
+from benchmarks.programs.experiments import Row, Run, parse_output, read_rows, translate_for_mpich, write_rows
 from benchmarks.programs.figures import draw, speedups
 from omnireduce import UsageError
 from omnireduce.programs.library import schedules
@@ -127,7 +127,7 @@ def test_a_program_that_fails_is_named(tmp_path: Path) -> None:
 
 
 def test_words_of_open_mpi() -> None:
-    assert in_words_of_mpich(["-x", "A=b=c", "--hosts", "x", "-x", "PATH", "-x", "HOME"]) == [
+    assert translate_for_mpich(["-x", "A=b=c", "--hosts", "x", "-x", "PATH", "-x", "HOME"]) == [
         "-genv", "A", "b=c", "--hosts", "x",
     ]  # fmt: skip
 
@@ -135,11 +135,11 @@ def test_words_of_open_mpi() -> None:
 def test_lines_of_programs() -> None:
     text = "something else\n{SZ: 16, Epochs: 3, AllReduce: 0.120, Total: 0.125}\n"
     run = Run("sgd", "ar-c", "", ())
-    assert list(parsed(text, run)) == [(16, "AllReduce", 0.12), (16, "Total", 0.125)]
+    assert list(parse_output(text, run)) == [(16, "AllReduce", 0.12), (16, "Total", 0.125)]
     with pytest.raises(UsageError, match=r"sgd, ar-c: expected lines such as {SZ: 1024, ...}, it printed \[1,0\]<out>"):
-        list(parsed(text.replace("{", "[1,0]<out>:{").replace("something else", ""), run))
+        list(parse_output(text.replace("{", "[1,0]<out>:{").replace("something else", ""), run))
     with pytest.raises(UsageError, match="it printed nothing"):
-        list(parsed("", run))
+        list(parse_output("", run))
 
 
 def row(schedule: str, elements: int, ms: float) -> Row:
