@@ -22,10 +22,10 @@ def main() -> None:
 
     omni.allreduce(gradient, name="gradient")  # in place; only non-zero blocks travel
 
-    moved = comm.statistics()
+    statistics = comm.statistics()
     print(
-        f"rank {comm.rank} of {comm.size} by {'+'.join(moved.carried)}: sum {gradient.sum():.0f}, "
-        f"sent {moved.sent_bytes / 1e3:.0f} kB and received {moved.received_bytes / 1e3:.0f} kB "
+        f"rank {comm.rank} of {comm.size} by {'+'.join(statistics.carried)}: sum {gradient.sum():.0f}, "
+        f"sent {statistics.sent_bytes / 1e3:.0f} kB and received {statistics.received_bytes / 1e3:.0f} kB "
         f"instead of {gradient.nbytes / 1e3:.0f} kB each",
         flush=True,
     )

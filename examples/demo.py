@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEP_S = 300
 STOP_S = 20
 SEARCH_PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-OWN = {name: shutil.which(name, path=SEARCH_PATH) or name for name in ("omnireduce", "mpirun")}
+PROGRAMS = {name: shutil.which(name, path=SEARCH_PATH) or name for name in ("omnireduce", "mpirun")}
 
 AGGREGATOR = "omnireduce aggregator --config configs/local.toml --listen localhost:0"
 TRAIN = "mpirun -n 2 omnireduce train --config configs/local.toml"
@@ -36,7 +36,7 @@ class DemoError(Exception):
 
 def start(command: str, **options: Any) -> subprocess.Popen[str]:
     """Start a command line in the project's folder, with the programs beside this interpreter."""
-    arguments = [OWN.get(word, word) for word in shlex.split(command)]
+    arguments = [PROGRAMS.get(word, word) for word in shlex.split(command)]
     try:
         return subprocess.Popen(arguments, cwd=ROOT, text=True, **options)
     except OSError as error:

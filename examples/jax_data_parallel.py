@@ -36,11 +36,11 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=100, help="samples of all ranks together")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
     rank, size = ddp.init()  # from mpirun, torchrun or Slurm; without them one process trains alone
-    x = np.random.default_rng(0).uniform(-1, 1, (asked.samples, 2)).astype(np.float32)
-    loader, _ = ddp.partition_dataset((x, np.sin(3 * x[:, :1]) * x[:, 1:]), asked.batch)
+    x = np.random.default_rng(0).uniform(-1, 1, (arguments.samples, 2)).astype(np.float32)
+    loader, _ = ddp.partition_dataset((x, np.sin(3 * x[:, :1]) * x[:, 1:]), arguments.batch)
     first, second = jax.random.split(jax.random.key(rank))  # other numbers on each rank, until rank 0 sends its own
     params = ddp.broadcast(
         {
@@ -48,12 +48,12 @@ def main() -> None:
             "w2": jax.random.normal(second, (32, 1)) / 6, "b2": jnp.zeros(1),
         }
     )  # fmt: skip
-    for epoch in range(asked.epochs):
+    for epoch in range(arguments.epochs):
         losses = []
         for batch in loader:
             loss, params = step(params, *batch)
             losses.append(float(loss))
-        if rank == 0 and epoch in (0, asked.epochs - 1):
+        if rank == 0 and epoch in (0, arguments.epochs - 1):
             print(f"{size} rank{'s' * (size > 1)}, epoch {epoch + 1}: mean squared error {np.mean(losses):.4f}")
     ddp.shutdown()
 

@@ -50,35 +50,41 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.02, help="of each rank")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", default="", help="file for the best model, such as best.keras")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
     hvd.init()  # 1. Who is there? (2. was to choose a GPU, by hvd.local_rank().)
     rank, size = hvd.rank(), hvd.size()
-    keras.utils.set_random_seed(asked.seed + rank)
+    keras.utils.set_random_seed(arguments.seed + rank)
     images, labels = digits()
-    steps = (len(images) - HELD_OUT) // size // asked.batch  # 8. fewer steps in an epoch
-    own = slice(rank * steps * asked.batch, (rank + 1) * steps * asked.batch)  # 7. other images on each rank
+    steps = (len(images) - HELD_OUT) // size // arguments.batch  # 8. fewer steps in an epoch
+    rank_images = steps * arguments.batch
+    rank_slice = slice(rank * rank_images, (rank + 1) * rank_images)  # 7. other images on each rank
 
     model = network()
-    rate = asked.lr * size  # 3. a higher rate
+    rate = arguments.lr * size  # 3. a higher rate
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(rate))  # 4. the gradients of all ranks
     model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
     callbacks = [
         hvd.callbacks.BroadcastGlobalVariablesCallback(0),  # 5. all begin with the same weights
         hvd.callbacks.MetricAverageCallback(),
-        hvd.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=asked.warmup_epochs, verbose=rank == 0),
+        hvd.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=arguments.warmup_epochs, verbose=rank == 0),
     ]
-    if asked.checkpoint:  # 6. one rank saves: this callback does so on rank 0 alone
-        callbacks.append(hvd.callbacks.BestModelCheckpoint(filepath=asked.checkpoint, monitor="loss"))
+    if arguments.checkpoint:  # 6. one rank saves: this callback does so on rank 0 alone
+        callbacks.append(hvd.callbacks.BestModelCheckpoint(filepath=arguments.checkpoint, monitor="loss"))
     began = time.perf_counter()
     model.fit(
-        images[own], labels[own], asked.batch, asked.epochs, verbose=2 if rank == 0 else 0, callbacks=callbacks
-    )  # fmt: skip
+        images[rank_slice],
+        labels[rank_slice],
+        arguments.batch,
+        arguments.epochs,
+        verbose=2 if rank == 0 else 0,
+        callbacks=callbacks,
+    )
     seconds = time.perf_counter() - began
 
     if rank == 0:
-        _, right = model.evaluate(images[-HELD_OUT:], labels[-HELD_OUT:], verbose=0)
-        print(f"{right:.1%} of digits read right")
+        _, accuracy = model.evaluate(images[-HELD_OUT:], labels[-HELD_OUT:], verbose=0)
+        print(f"{accuracy:.1%} of digits read right")
         print(f"Hvd Procs {size} Total time: {seconds} second")
     hvd.shutdown()
 

@@ -20,10 +20,10 @@ CLASSES, PIXELS = 10, 64
 
 def pictures(samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Rows of pixels, and what they show: the same on all ranks."""
-    chance = np.random.default_rng(0)
-    patterns = chance.standard_normal((CLASSES, PIXELS)).astype(np.float32)
-    labels = chance.integers(0, CLASSES, samples)
-    noise = chance.standard_normal((samples, PIXELS)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    patterns = rng.standard_normal((CLASSES, PIXELS)).astype(np.float32)
+    labels = rng.integers(0, CLASSES, samples)
+    noise = rng.standard_normal((samples, PIXELS)).astype(np.float32)
     return patterns[labels] + noise, labels
 
 
@@ -47,29 +47,29 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="samples of all ranks together")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--blocks", type=int, default=2)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
     rank, device = ddp.init()
-    dataset = ndl.data.NDArrayDataset(*pictures(asked.samples))
-    loader, _ = ddp.partition_dataset(dataset, asked.batch, device=device, dtype="float32")
-    model = network(asked.width, asked.blocks, device)
+    dataset = ndl.data.NDArrayDataset(*pictures(arguments.samples))
+    loader, _ = ddp.partition_dataset(dataset, arguments.batch, device=device, dtype="float32")
+    model = network(arguments.width, arguments.blocks, device)
     ddp.broadcast_parameters(model)
     model.train()
     opt = ndl.optim.Adam(model.parameters(), lr=0.001, weight_decay=0.001)
     opt = ddp.DistributedOptimizer(opt)
     loss_fn = ndl.nn.SoftmaxLoss()
-    for epoch in range(asked.epochs):
-        right, seen = 0, 0
+    for epoch in range(arguments.epochs):
+        correct, seen = 0, 0
         for X, y in loader:  # noqa: N806  as in the tutorial
             opt.reset_grad()
             out = model(X)
-            right += np.sum(np.argmax(out.numpy(), axis=1) == y.numpy())
+            correct += np.sum(np.argmax(out.numpy(), axis=1) == y.numpy())
             seen += y.shape[0]
             loss = loss_fn(out, y)
             loss.backward()
             opt.step()
         if rank == 0:
-            print(f"epoch {epoch + 1}/{asked.epochs}: {right / seen:.1%} of {seen} pictures read right on rank 0")
+            print(f"epoch {epoch + 1}/{arguments.epochs}: {correct / seen:.1%} of {seen} pictures read right on rank 0")
     ddp.shutdown()
 
 

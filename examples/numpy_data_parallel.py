@@ -33,11 +33,11 @@ def loss_and_gradients(params: Parameters, x: np.ndarray, y: np.ndarray) -> tupl
     """The mean squared error of a network with one hidden layer, and what it changes with."""
     hidden = np.tanh(x @ params["w1"] + params["b1"])
     error = hidden @ params["w2"] + params["b2"] - y
-    of_output = 2 * error / len(x)
-    of_hidden = of_output @ params["w2"].T * (1 - hidden**2)
+    output_gradient = 2 * error / len(x)
+    hidden_gradient = output_gradient @ params["w2"].T * (1 - hidden**2)
     gradients = {
-        "w1": x.T @ of_hidden, "b1": of_hidden.sum(0),
-        "w2": hidden.T @ of_output, "b2": of_output.sum(0),
+        "w1": x.T @ hidden_gradient, "b1": hidden_gradient.sum(0),
+        "w2": hidden.T @ output_gradient, "b2": output_gradient.sum(0),
     }  # fmt: skip
     return float(np.mean(error**2)), gradients
 
@@ -47,29 +47,29 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--batch", type=int, default=100, help="samples of all ranks together")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
     rank, size = ddp.init()  # from mpirun, torchrun or Slurm; without them one process trains alone
-    chance = np.random.default_rng(0)
-    x = chance.uniform(-1, 1, (asked.samples, 2)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    x = rng.uniform(-1, 1, (arguments.samples, 2)).astype(np.float32)
     y = np.sin(3 * x[:, :1]) * x[:, 1:]
-    loader, _ = ddp.partition_dataset((x, y), asked.batch)
+    loader, _ = ddp.partition_dataset((x, y), arguments.batch)
 
-    own = np.random.default_rng(rank)  # other numbers on each rank, until rank 0 sends its own
+    rank_rng = np.random.default_rng(rank)  # other numbers on each rank, until rank 0 sends its own
     params = {
-        "w1": own.standard_normal((2, 32)).astype(np.float32), "b1": np.zeros(32, np.float32),
-        "w2": own.standard_normal((32, 1)).astype(np.float32) / 6, "b2": np.zeros(1, np.float32),
+        "w1": rank_rng.standard_normal((2, 32)).astype(np.float32), "b1": np.zeros(32, np.float32),
+        "w2": rank_rng.standard_normal((32, 1)).astype(np.float32) / 6, "b2": np.zeros(1, np.float32),
     }  # fmt: skip
     opt = Momentum(params, 0.02)
     ddp.broadcast_parameters(params, optimizer=opt)
     opt = ddp.DistributedOptimizer(opt, loader=loader)
-    for epoch in range(asked.epochs):
+    for epoch in range(arguments.epochs):
         losses = []
         for inputs, targets in loader:
             loss, gradients = loss_and_gradients(params, inputs, targets)
             opt.step(gradients)
             losses.append(loss)
-        if rank == 0 and epoch in (0, asked.epochs - 1):
+        if rank == 0 and epoch in (0, arguments.epochs - 1):
             print(
                 f"{size} rank{'s' * (size > 1)}, epoch {epoch + 1}: mean squared error {np.mean(losses):.4f} on rank 0"
             )

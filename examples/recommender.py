@@ -10,22 +10,22 @@ import omnireduce as omni
 
 USERS, ITEMS, WIDTH, BATCH, STEPS = 5_000, 50_000, 32, 2_000, 300
 comm = omni.init()  # rank and size come from the launcher
-chance = np.random.default_rng(0)  # the same numbers on all ranks
-tastes, kinds = chance.standard_normal((USERS, 2)), chance.standard_normal((ITEMS, 2))  # unknown to the model
-users = chance.standard_normal((USERS, WIDTH)).astype(np.float32) / 8
-items = chance.standard_normal((ITEMS, WIDTH)).astype(np.float32) / 8
+rng = np.random.default_rng(0)  # the same numbers on all ranks
+tastes, kinds = rng.standard_normal((USERS, 2)), rng.standard_normal((ITEMS, 2))  # unknown to the model
+users = rng.standard_normal((USERS, WIDTH)).astype(np.float32) / 8
+items = rng.standard_normal((ITEMS, WIDTH)).astype(np.float32) / 8
 
 
 def ratings(step):
     """Users, items and ratings of a step; a few items are popular."""
     drawn = np.random.default_rng([1, step])
-    who, what = drawn.integers(USERS, size=BATCH), (ITEMS * drawn.random(BATCH) ** 4).astype(int)
-    return who, what, (tastes[who] * kinds[what]).sum(1).astype(np.float32)
+    user_rows, item_rows = drawn.integers(USERS, size=BATCH), (ITEMS * drawn.random(BATCH) ** 4).astype(int)
+    return user_rows, item_rows, (tastes[user_rows] * kinds[item_rows]).sum(1).astype(np.float32)
 
 
-def errors(who, what, score):
+def errors(user_rows, item_rows, score):
     """The difference between prediction and rating, for each rating."""
-    return (users[who] * items[what]).sum(1) - score
+    return (users[user_rows] * items[item_rows]).sum(1) - score
 
 
 class Adagrad:
@@ -39,13 +39,13 @@ class Adagrad:
         self.table[rows] -= 0.1 * gradient / np.sqrt(self.squares[rows])[:, None]
 
 
-of_users, of_items = Adagrad(users), Adagrad(items)
+user_optimizer, item_optimizer = Adagrad(users), Adagrad(items)
 for step in range(STEPS):
-    who, what, score = (drawn[comm.rank :: comm.size] for drawn in ratings(step))  # this rank's part
-    wrong = errors(who, what, score)[:, None]
-    changes = [(who, wrong * items[what], USERS), (what, wrong * users[who], ITEMS)]
-    for table, (rows, sums) in zip((of_users, of_items), omni.allreduce_tables(changes), strict=True):
-        table.step(rows, sums)
+    user_rows, item_rows, score = (drawn[comm.rank :: comm.size] for drawn in ratings(step))  # this rank's part
+    error = errors(user_rows, item_rows, score)[:, None]
+    changes = [(user_rows, error * items[item_rows], USERS), (item_rows, error * users[user_rows], ITEMS)]
+    for optimizer, (rows, sums) in zip((user_optimizer, item_optimizer), omni.allreduce_tables(changes), strict=True):
+        optimizer.step(rows, sums)
 if comm.rank == 0:
     held_out = ratings(STEPS)
     print(f"mean squared error {np.mean(errors(*held_out) ** 2):.3f}, without a model {np.mean(held_out[2] ** 2):.3f}")

@@ -24,24 +24,24 @@ def seconds_of(ranks: int, command: list[str]) -> float:
     sys.stdout.flush()
     if completed.returncode:
         sys.exit(f"{ranks} ranks ended with status {completed.returncode}")
-    said = re.search(r"Total time: ([0-9.]+) second", completed.stdout)
-    if said is None:
+    match = re.search(r"Total time: ([0-9.]+) second", completed.stdout)
+    if match is None:
         sys.exit(f"{ranks} ranks have not said 'Total time: S second'")
-    return float(said[1])
+    return float(match[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How much faster more ranks are.")
     parser.add_argument("--np", default="1,2,4,8", help="numbers of ranks, with commas between them")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        numbers = [int(text) for text in given.np.split(",")]
+        numbers = [int(text) for text in arguments.np.split(",")]
     except ValueError:
-        parser.error(f"--np {given.np}: expected numbers with commas between them, such as 1,2,4")
-    if not given.command or min(numbers) < 1:
+        parser.error(f"--np {arguments.np}: expected numbers with commas between them, such as 1,2,4")
+    if not arguments.command or min(numbers) < 1:
         parser.error("expected a program to run, and numbers of ranks from 1")
-    times = {ranks: seconds_of(ranks, given.command) for ranks in numbers}
+    times = {ranks: seconds_of(ranks, arguments.command) for ranks in numbers}
     table = Table("ranks", "seconds", "times as fast", "of what ranks could", box=None)
     for ranks, seconds in times.items():
         speed = times[numbers[0]] / seconds

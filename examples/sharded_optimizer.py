@@ -21,18 +21,21 @@ Tables = dict[str, np.ndarray]
 
 def stars(users: int, items: int, width: int, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Users, items, and what these users gave these items: by tastes that are the same on all ranks."""
-    tastes, chance = np.random.default_rng(0), np.random.default_rng([1, seed])
-    of_users, of_items = (tastes.standard_normal((rows, width)).astype(np.float32) for rows in (users, items))
-    who, what = chance.integers(0, users, samples), chance.integers(0, items, samples)
-    return who, what, (of_users[who] * of_items[what]).sum(1)
+    taste_rng, rng = np.random.default_rng(0), np.random.default_rng([1, seed])
+    user_tastes, item_tastes = (taste_rng.standard_normal((rows, width)).astype(np.float32) for rows in (users, items))
+    user_rows, item_rows = rng.integers(0, users, samples), rng.integers(0, items, samples)
+    return user_rows, item_rows, (user_tastes[user_rows] * item_tastes[item_rows]).sum(1)
 
 
-def gradients(tables: Tables, who: np.ndarray, what: np.ndarray, given: np.ndarray) -> tuple[float, dict[str, tuple]]:
+def gradients(
+    tables: Tables, user_rows: np.ndarray, item_rows: np.ndarray, star_counts: np.ndarray
+) -> tuple[float, dict[str, tuple]]:
     """The mean squared error, and what it changes with: for each table the numbers of rows, and rows."""
-    of_users, of_items = tables["users"][who], tables["items"][what]
-    error = (of_users * of_items).sum(1) - given
-    scale = (2 * error / len(who))[:, None]
-    return float(np.mean(error**2)), {"users": (who, scale * of_items), "items": (what, scale * of_users)}
+    user_weights, item_weights = tables["users"][user_rows], tables["items"][item_rows]
+    error = (user_weights * item_weights).sum(1) - star_counts
+    scale = (2 * error / len(user_rows))[:, None]
+    row_gradients = {"users": (user_rows, scale * item_weights), "items": (item_rows, scale * user_weights)}
+    return float(np.mean(error**2)), row_gradients
 
 
 def main() -> None:
@@ -42,21 +45,22 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=1024, help="samples of each rank and step")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
 
     comm = omni.init()  # rank and size come from mpirun
-    who, what, given = stars(asked.users, asked.items, 2, asked.steps * asked.batch, comm.rank)
-    own = np.random.default_rng(comm.rank)
+    samples = arguments.steps * arguments.batch
+    user_rows, item_rows, star_counts = stars(arguments.users, arguments.items, 2, samples, comm.rank)
+    rank_rng = np.random.default_rng(comm.rank)
     tables = {
-        name: own.standard_normal((rows, asked.width)).astype(np.float32)
-        for name, rows in (("users", asked.users), ("items", asked.items))
+        name: rank_rng.standard_normal((rows, arguments.width)).astype(np.float32)
+        for name, rows in (("users", arguments.users), ("items", arguments.items))
     }
     with omni.ShardedOptimizer(tables, RowAdagrad(lr=0.3), tables=list(tables)) as optimizer:
         optimizer.restore()  # all ranks begin with the rows of rank 0
         losses = []
-        for step in range(asked.steps):
-            batch = slice(step * asked.batch, (step + 1) * asked.batch)
-            loss, grads = gradients(tables, who[batch], what[batch], given[batch])
+        for step in range(arguments.steps):
+            batch = slice(step * arguments.batch, (step + 1) * arguments.batch)
+            loss, grads = gradients(tables, user_rows[batch], item_rows[batch], star_counts[batch])
             optimizer.step(grads)
             losses.append(loss)
         if comm.rank == 0:

@@ -19,7 +19,7 @@ def main() -> None:
     with Context.instance() as context:
         rank, size = context.communicator.rank, context.communicator.size
         tensors = [np.full(ELEMENTS, (rank + 1) * (number + 1), np.float32) for number in range(TENSORS)]
-        before = [tensor.copy() for tensor in tensors]
+        originals = [tensor.copy() for tensor in tensors]
         sums = [np.empty_like(tensor) for tensor in tensors]
 
         print(f"rank {rank} of {size}: submitting {TENSORS} tensors of {ELEMENTS} floats", flush=True)
@@ -29,7 +29,7 @@ def main() -> None:
         print(f"rank {rank}: {context.stats.jobs_finished} jobs finished, the last is {jobs[-1]}", flush=True)
 
     total = size * (size + 1) / 2  # of the ranks, counted from 1
-    if not all(np.array_equal(tensor, copy) for tensor, copy in zip(tensors, before, strict=True)):
+    if not all(np.array_equal(tensor, original) for tensor, original in zip(tensors, originals, strict=True)):
         sys.exit("the input has changed")
     if not all(np.all(out == total * (number + 1)) for number, out in enumerate(sums)):
         sys.exit("a sum is wrong")

@@ -20,19 +20,19 @@ def main() -> None:
     context = Context.instance().start()
     size, is_first = context.communicator.size, context.communicator.rank == 0
 
-    def say(what: str, begin: int) -> int:
+    def report(action: str, begin: int) -> int:
         now = time.perf_counter_ns()
         if is_first:
-            print(f"{what} took {now - begin} ns", flush=True)
+            print(f"{action} took {now - begin} ns", flush=True)
         return time.perf_counter_ns()
 
     begin = time.perf_counter_ns()
     context.allreduce(tensor)
-    begin = say("the synchronous all-reduce", begin)
+    begin = report("the synchronous all-reduce", begin)
     job = context.allreduce_async(tensor)
-    begin = say("submitting the asynchronous one", begin)
+    begin = report("submitting the asynchronous one", begin)
     job.wait()
-    say("waiting for it", begin)
+    report("waiting for it", begin)
     context.stop()
 
     assert tensor[0] == tensor[-1] == size**2

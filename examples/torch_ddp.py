@@ -52,29 +52,30 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=64, help="images of all ranks together")
     parser.add_argument("--width", type=int, default=256)
-    asked = parser.parse_args()
-    dist.init_process_group(asked.backend)
+    arguments = parser.parse_args()
+    dist.init_process_group(arguments.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(0)
-    model = DistributedDataParallel(network(asked.width))
+    model = DistributedDataParallel(network(arguments.width))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     images, labels = digits()
-    chance = torch.Generator().manual_seed(1)
-    for step in range(asked.steps + 1):
+    generator = torch.Generator().manual_seed(1)
+    for step in range(arguments.steps + 1):
         if step == 1:  # the first one is slower
             dist.barrier()
             began = time.perf_counter()
-        batch = torch.randint(0, len(labels) - HELD_OUT, (asked.batch,), generator=chance)[rank::size]
+        batch = torch.randint(0, len(labels) - HELD_OUT, (arguments.batch,), generator=generator)[rank::size]
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()
     seconds = time.perf_counter() - began
 
     with torch.no_grad():
-        right = (model(images[-HELD_OUT:]).argmax(1) == labels[-HELD_OUT:]).float().mean()
+        accuracy = (model(images[-HELD_OUT:]).argmax(1) == labels[-HELD_OUT:]).float().mean()
     if rank == 0:
-        print(f"{asked.backend}, {size} ranks: {asked.steps / seconds:.2f} steps/s; {right:.1%} of digits read right")
+        steps_per_s = arguments.steps / seconds
+        print(f"{arguments.backend}, {size} ranks: {steps_per_s:.2f} steps/s; {accuracy:.1%} of digits read right")
     dist.destroy_process_group()
 
 

@@ -23,17 +23,17 @@ def say(text: str) -> None:
 
 
 @hvd.elastic.run
-def train(state: hvd.elastic.TorchState, data: TensorDataset, given: argparse.Namespace) -> None:
+def train(state: hvd.elastic.TorchState, data: TensorDataset, arguments: argparse.Namespace) -> None:
     say(f"rank {hvd.rank()} of {hvd.size()} goes on in epoch {state.epoch}")
-    while state.epoch < given.epochs or hvd.size() < given.ranks or state.sampler.processed_indices:
-        loader = DataLoader(data, given.batch_size, sampler=state.sampler)
-        for at, (numbers,) in enumerate(loader):
+    while state.epoch < arguments.epochs or hvd.size() < arguments.ranks or state.sampler.processed_indices:
+        loader = DataLoader(data, arguments.batch_size, sampler=state.sampler)
+        for batch_number, (numbers,) in enumerate(loader):
             state.optimizer.zero_grad()
             state.model.weight[numbers].sum().backward()
             state.optimizer.step()
-            state.sampler.record_batch(at, given.batch_size)
+            state.sampler.record_batch(batch_number, arguments.batch_size)
             state.commit()
-            say(f"rank {hvd.rank()} of {hvd.size()}: epoch {state.epoch}, batch {at}")
+            say(f"rank {hvd.rank()} of {hvd.size()}: epoch {state.epoch}, batch {batch_number}")
         last = hvd.join()  # a rank with fewer batches waits for the others, and gets what they have learned
         hvd.broadcast_parameters(state.model.state_dict(), root_rank=last)
         state.epoch += 1
@@ -49,20 +49,20 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=1, help="go on until there are so many")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
-    data = TensorDataset(torch.arange(given.samples))
-    model = torch.nn.Linear(1, given.samples, bias=False)
+    data = TensorDataset(torch.arange(arguments.samples))
+    model = torch.nn.Linear(1, arguments.samples, bias=False)
     torch.nn.init.zeros_(model.weight)
-    plain = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters(), op=hvd.Sum)
+    local_optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(local_optimizer, named_parameters=model.named_parameters(), op=hvd.Sum)
     sampler = hvd.elastic.ElasticSampler(data, pad=False)
     state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
-    train(state, data, given)
-    often = (-model.weight.detach()).flatten().int()
-    taken = f"each sample was taken {often.min()} to {often.max()} times in {state.epoch} epochs"
-    say(f"rank {hvd.rank()} of {hvd.size()} is done; {taken}")
+    train(state, data, arguments)
+    times_taken = (-model.weight.detach()).flatten().int()
+    samples_text = f"each sample was taken {times_taken.min()} to {times_taken.max()} times in {state.epoch} epochs"
+    say(f"rank {hvd.rank()} of {hvd.size()} is done; {samples_text}")
     hvd.shutdown()
 
 

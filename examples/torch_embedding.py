@@ -45,12 +45,12 @@ class Text:
         text = load_corpus(source_files(files), vocabulary=WORDS, window=2, seed=0).train.tokens.astype(np.int64)
         self._pairs = torch.from_numpy((text[:-2] * PRIME + text[1:-1]) % rows)
         self._next = torch.from_numpy(text[2:])
-        self._chance = torch.Generator().manual_seed(rank)
+        self._generator = torch.Generator().manual_seed(rank)
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        at = torch.randint(0, len(self._next), (size,), generator=self._chance)
-        others = torch.randint(0, WORDS, (size, NEGATIVES), generator=self._chance)
-        return self._pairs[at], torch.cat([self._next[at].unsqueeze(1), others], 1)
+        positions = torch.randint(0, len(self._next), (size,), generator=self._generator)
+        random_words = torch.randint(0, WORDS, (size, NEGATIVES), generator=self._generator)
+        return self._pairs[positions], torch.cat([self._next[positions].unsqueeze(1), random_words], 1)
 
 
 def main() -> None:
@@ -62,29 +62,29 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--files", type=int, default=200, help="of the standard library")
-    asked = parser.parse_args()
-    dist.init_process_group(asked.backend)
+    arguments = parser.parse_args()
+    dist.init_process_group(arguments.backend)
     rank, size = dist.get_rank(), dist.get_world_size()
 
     torch.manual_seed(0)
-    model = DistributedDataParallel(NextWord(asked.rows, asked.width, sparse=not asked.dense))
+    model = DistributedDataParallel(NextWord(arguments.rows, arguments.width, sparse=not arguments.dense))
     optimizer = torch.optim.SGD(model.parameters(), lr=20.0)
-    text, losses = Text(asked.files, asked.rows, rank), []
-    truth = torch.zeros(asked.batch, 1 + NEGATIVES).index_fill(1, torch.tensor(0), 1)
-    for step in range(asked.steps + 1):
+    text, losses = Text(arguments.files, arguments.rows, rank), []
+    truth = torch.zeros(arguments.batch, 1 + NEGATIVES).index_fill(1, torch.tensor(0), 1)
+    for step in range(arguments.steps + 1):
         if step == 1:  # the first one is slower
             dist.barrier()
             began = time.perf_counter()
         optimizer.zero_grad()
-        loss = nn.functional.binary_cross_entropy_with_logits(model(*text.batch(asked.batch)), truth)
+        loss = nn.functional.binary_cross_entropy_with_logits(model(*text.batch(arguments.batch)), truth)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
     seconds = time.perf_counter() - began
 
     if rank == 0:
-        kind, last = "dense" if asked.dense else "sparse", torch.stack(losses[-10:]).mean()
-        print(f"{asked.backend} {kind}, {size} ranks: {asked.steps / seconds:.2f} steps/s; loss {last:.3f}")
+        kind, last = "dense" if arguments.dense else "sparse", torch.stack(losses[-10:]).mean()
+        print(f"{arguments.backend} {kind}, {size} ranks: {arguments.steps / seconds:.2f} steps/s; loss {last:.3f}")
     dist.destroy_process_group()
 
 

@@ -39,23 +39,23 @@ def main() -> None:
     parser.add_argument("--num-warmup-batches", type=int, default=10)
     parser.add_argument("--num-batches-per-iter", type=int, default=10)
     parser.add_argument("--num-iters", type=int, default=10)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
 
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(hvd.rank())
-    model = network(given.num_classes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * (1 if given.use_adasum else hvd.size()))
+    model = network(arguments.num_classes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * (1 if arguments.use_adasum else hvd.size()))
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=hvd.Compression.fp16 if given.fp16_allreduce else hvd.Compression.none,
-        op=hvd.Adasum if given.use_adasum else hvd.Average,
+        compression=hvd.Compression.fp16 if arguments.fp16_allreduce else hvd.Compression.none,
+        op=hvd.Adasum if arguments.use_adasum else hvd.Average,
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    images = torch.randn(given.batch_size, 3, given.image_size, given.image_size)
-    labels = torch.randint(given.num_classes, (given.batch_size,))
+    images = torch.randn(arguments.batch_size, 3, arguments.image_size, arguments.image_size)
+    labels = torch.randint(arguments.num_classes, (arguments.batch_size,))
 
     def train(batches: int) -> float:
         begin = time.perf_counter()
@@ -65,15 +65,15 @@ def main() -> None:
             optimizer.step()
         return time.perf_counter() - begin
 
-    say(f"Batch size: {given.batch_size}")
+    say(f"Batch size: {arguments.batch_size}")
     say(f"Number of CPUs: {hvd.size()}")
     say("Running warmup...")
-    train(given.num_warmup_batches)
+    train(arguments.num_warmup_batches)
     say("Running benchmark...")
     rates = []
-    for number in range(given.num_iters):
-        rate = given.batch_size * given.num_batches_per_iter / train(given.num_batches_per_iter)
-        say(f"Iter #{number}: {rate:.1f} img/sec per CPU")
+    for iteration in range(arguments.num_iters):
+        rate = arguments.batch_size * arguments.num_batches_per_iter / train(arguments.num_batches_per_iter)
+        say(f"Iter #{iteration}: {rate:.1f} img/sec per CPU")
         rates.append(rate)
     mean, spread = np.mean(rates), 1.96 * np.std(rates)
     say(f"Img/sec per CPU: {mean:.1f} +-{spread:.1f}")

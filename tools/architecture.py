@@ -49,22 +49,22 @@ def draw() -> Figure:
     figure = Figure(figsize=(9, 3.7))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, 10), ylim=(0, 4.1))
     axes.set_axis_off()
-    wide, union = 0.4 + BLOCKS * CELL, frozenset(block for filled in WORKERS for block in filled)
+    box_width, union = 0.4 + BLOCKS * CELL, frozenset(block for filled in WORKERS for block in filled)
     for shard, colour in enumerate(COLOURS):
         y = 2.2 - shard * 1.5
-        box(axes, 6.0, y, wide, 1.05, f"aggregator, shard {shard}")
+        box(axes, 6.0, y, box_width, 1.05, f"aggregator, shard {shard}")
         blocks(axes, 6.2, y + 0.3, union, shard)
         for worker in range(len(WORKERS)):
-            arrow(axes, (0.25 + wide, 2.95 - worker * 1.15), (5.95, y + 0.5), colour)
+            arrow(axes, (0.25 + box_width, 2.95 - worker * 1.15), (5.95, y + 0.5), colour)
     for worker, filled in enumerate(WORKERS):
         y = 2.55 - worker * 1.15
-        box(axes, 0.2, y, wide, 0.85, f"worker, rank {worker}")
+        box(axes, 0.2, y, box_width, 0.85, f"worker, rank {worker}")
         blocks(axes, 0.4, y + 0.15, frozenset(filled))
     axes.text(
         4.98, 3.78, "there: blocks that are not zero\nback: the sums of all such blocks", ha="center", va="center"
     )
     axes.text(
-        6.0 + wide / 2,
+        6.0 + box_width / 2,
         0.2,
         "a stripe of blocks belongs to one shard,\nwhich adds them in the order of ranks",
         ha="center",

@@ -43,7 +43,7 @@ NUMBA = {"NUMBA_CPU_NAME": "generic", "NUMBA_CACHE_DIR": str(CACHE / "numba")}
 DID_NOT_FINISH = 124
 
 
-def say(message: str) -> None:
+def log(message: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(f"guests: {message}\n")
     sys.stderr.flush()
@@ -52,10 +52,10 @@ def say(message: str) -> None:
 def compile_kernels() -> None:
     """Compile omnireduce's kernels ahead, for the CPU that QEMU emulates: inside it takes minutes."""
     command = [sys.executable, "-m", "omnireduce", "warm"]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | NUMBA, capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        say(f"kernels not compiled ahead, so the guests will be slow; {sys.executable} said: {why}")
+    process = subprocess.run(command, cwd=ROOT, env=os.environ | NUMBA, capture_output=True, text=True, check=False)
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        log(f"kernels not compiled ahead, so the guests will be slow; {sys.executable} said: {reason}")
 
 
 class Guests:
@@ -66,7 +66,7 @@ class Guests:
     ) -> None:
         self.image, self.nodes, self.shares, self.control = image, nodes, shares, control
         self.start, self.silent, self.timeout = time.monotonic(), silent, timeout
-        self.heard = self.start  # when a guest wrote something
+        self.last_output_at = self.start  # when a guest wrote something
         (control / "initramfs").write_bytes(image.modules.read_bytes() + pack_init())
         self.processes: list[subprocess.Popen[bytes]] = []
         self.readers: list[threading.Thread] = []
@@ -98,8 +98,8 @@ class Guests:
         for tag, path in folders.items():
             command += ["-virtfs", f"local,path={path},mount_tag={tag},security_model=none,multidevs=remap"]
         if self.nodes > 1:  # datagrams between sockets: a cable that loses nothing and delays nothing
-            here, there = self.control / f"net{node}", self.control / f"net{3 - node}"
-            ends = f"local.type=unix,local.path={here},remote.type=unix,remote.path={there}"
+            own_socket, peer_socket = self.control / f"net{node}", self.control / f"net{3 - node}"
+            ends = f"local.type=unix,local.path={own_socket},remote.type=unix,remote.path={peer_socket}"
             card = f"virtio-net-pci,netdev=cable,mac=52:54:00:59:00:{node:02x},host_mtu=9000"
             command += ["-netdev", f"dgram,id=cable,{ends}", "-device", card]
         return command
@@ -108,43 +108,44 @@ class Guests:
         prefix = f"[node{node}] ".encode() if self.nodes > 1 else b""
         assert process.stdout is not None
         for line in process.stdout:
-            self.heard = time.monotonic()
+            self.last_output_at = time.monotonic()
             sys.stdout.buffer.write(prefix + line)
             sys.stdout.buffer.flush()
 
-    def left(self, kind: str, node: int) -> str | None:
+    def read_file(self, kind: str, node: int) -> str | None:
         """Return what a node has left in the file `kind`, None if it has not."""
         with contextlib.suppress(OSError):
             return (self.control / f"{kind}.{node}").read_text("utf-8", "replace").strip()
         return None
 
-    def over_time(self) -> bool:
+    def is_over_time(self) -> bool:
         """Whether nothing has been written for too long, or the whole takes too long. Says which."""
         now = time.monotonic()
-        if now >= self.heard + self.silent:
-            say(f"no output for {self.silent:g} s; --silent S sets another limit")
+        if now >= self.last_output_at + self.silent:
+            log(f"no output for {self.silent:g} s; --silent S sets another limit")
         elif now >= self.start + self.timeout:
-            say(f"the time limit of {self.timeout:g} s is over; --timeout S sets another")
+            log(f"the time limit of {self.timeout:g} s is over; --timeout S sets another")
         else:
             return False
         return True
 
     def wait(self) -> int:
         """Wait until all have ended, one has died or time is over; return the worst status."""
-        while not self.over_time():
+        while not self.is_over_time():
             ended = [node for node, process in enumerate(self.processes, 1) if process.poll() is not None]
-            if len(ended) == self.nodes or any(self.left("exit", node) is None for node in ended):
+            if len(ended) == self.nodes or any(self.read_file("exit", node) is None for node in ended):
                 break
             time.sleep(0.05)
         self.stop()
         return max(self.report(node) for node in range(1, self.nodes + 1))
 
     def report(self, node: int) -> int:
-        status, seconds = self.left("exit", node), time.monotonic() - self.start
+        status, seconds = self.read_file("exit", node), time.monotonic() - self.start
         if status is None:
-            say(f"node{node} did not finish. The end of its console:\n{(self.left('console', node) or '')[-4000:]}")
+            console_text = self.read_file("console", node) or ""
+            log(f"node{node} did not finish. The end of its console:\n{console_text[-4000:]}")
             return DID_NOT_FINISH
-        say(f"node{node}: status {status}, up after {self.left('up', node)} s, over after {seconds:.1f} s")
+        log(f"node{node}: status {status}, up after {self.read_file('up', node)} s, over after {seconds:.1f} s")
         return int(status)
 
     def stop(self) -> None:
@@ -198,8 +199,8 @@ def main() -> int:
     runner.add_argument("--nodes", type=int, choices=(1, 2), default=1)
     runner.add_argument("--share", type=folder, action="append", default=[], help="a folder to share, writable")
     limits = {"--silent": (240.0, "without a line of output"), "--timeout": (3600.0, "all in all")}
-    for option, (seconds, what) in limits.items():
-        runner.add_argument(option, type=float, default=seconds, help=f"seconds {what} (default: %(default)g)")
+    for option, (seconds, limit_text) in limits.items():
+        runner.add_argument(option, type=float, default=seconds, help=f"seconds {limit_text} (default: %(default)g)")
     runner.add_argument("command", nargs="+", metavar="COMMAND")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs `finally`, which ends the guests
@@ -211,9 +212,9 @@ def main() -> int:
             return 0
         prepare(CACHE)
         compile_kernels()
-        say(f"ready in {CACHE}")
+        log(f"ready in {CACHE}")
     except CannotRunError as error:
-        say(str(error))
+        log(str(error))
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

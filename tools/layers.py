@@ -27,12 +27,12 @@ STYLE = (
 def levels() -> list[list[str]]:
     """The rooms of each level, the highest first."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
-    layers = {each["containers"][0]: each["layers"] for each in contracts if each["type"] == "layers"}
+    layers = {contract["containers"][0]: contract["layers"] for contract in contracts if contract["type"] == "layers"}
     rooms = list[list[str]]()
     for layer in layers[PACKAGE]:
         names = _names(PACKAGE, layer)
         rooms += [_names(name, inner) for name in names for inner in layers.get(name, ())] or [names]
-    face = next(each for each in contracts if PACKAGE in each.get("protected_modules", ()))
+    face = next(contract for contract in contracts if PACKAGE in contract.get("protected_modules", ()))
     users = {name.removesuffix(".**") for name in face["allowed_importers"]}
     lowest = max(level for level, names in enumerate(rooms) if users.intersection(names))
     return [*rooms[: lowest + 1], [PACKAGE], *rooms[lowest + 1 :]]
@@ -54,9 +54,9 @@ def table() -> str:
     for level, rooms in enumerate(reversed(levels())):
         for room in reversed(rooms):
             path = path_of(room).resolve()  # aggregator/ and worker/ are links in the package
-            place = path.relative_to(ROOT).as_posix()
+            path_text = path.relative_to(ROOT).as_posix()
             meaning = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").partition("\n\n")[0]
-            name = place.removesuffix("__init__.py") if room != PACKAGE else place
+            name = path_text.removesuffix("__init__.py") if room != PACKAGE else path_text
             rows.append(f"| {level} | `{name}` | {' '.join(meaning.split())} |\n")
     return HEAD + "".join(reversed(rows))
 
@@ -75,38 +75,38 @@ def imports() -> set[tuple[str, str]]:
         for imported in graph.find_modules_directly_imported_by(module):
             direct[room_of(module)].add(room_of(imported))
     return {
-        (room, other) for room, others in direct.items() for other in others - {room}
-        if not any(other in _reached(direct, between) for between in others - {room, other})
+        (room, imported_room) for room, imported_rooms in direct.items() for imported_room in imported_rooms - {room}
+        if not any(imported_room in _reached(direct, between) for between in imported_rooms - {room, imported_room})
     }  # fmt: skip
 
 
 def _reached(direct: dict[str, set[str]], start: str) -> set[str]:
-    reached, todo = set[str](), [start]
-    while todo:
-        new = direct[todo.pop()] - reached
+    reached, waiting = set[str](), [start]
+    while waiting:
+        new = direct[waiting.pop()] - reached
         reached |= new
-        todo += new
+        waiting += new
     return reached
 
 
 def picture() -> str:
     """The rooms as boxes in rows, and arrows to those that they import from. An SVG file."""
     rows = levels()
-    most = max(map(len, rows))
-    places = {
-        room: ((most - len(row) + 2 * at) * (WIDTH + ACROSS) // 2 + ACROSS, level * (HEIGHT + DOWN) + 4)
+    columns = max(map(len, rows))
+    positions = {
+        room: ((columns - len(row) + 2 * column) * (WIDTH + ACROSS) // 2 + ACROSS, level * (HEIGHT + DOWN) + 4)
         for level, row in enumerate(rows)
-        for at, room in enumerate(row)
+        for column, room in enumerate(row)
     }
     lines = list[str]()
-    for room, other in sorted(imports()):
-        (x, y), (to_x, to_y) = places[room], places[other]
+    for room, imported_room in sorted(imports()):
+        (x, y), (to_x, to_y) = positions[room], positions[imported_room]
         x, to_x, y, end = x + WIDTH // 2, to_x + WIDTH // 2, y + HEIGHT, to_y - 2
         lines.append(f'<path d="M{x} {y}C{x} {y + DOWN} {to_x} {end - DOWN} {to_x} {end}" marker-end="url(#a)"/>')
-    for room, (x, y) in places.items():
+    for room, (x, y) in positions.items():
         lines.append(f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{HEIGHT}" rx="4"/>')
         lines.append(f'<text x="{x + WIDTH // 2}" y="{y + 16}">{room.rpartition(".")[2]}</text>')
-    width, height = most * (WIDTH + ACROSS) + ACROSS, len(rows) * (HEIGHT + DOWN)
+    width, height = columns * (WIDTH + ACROSS) + ACROSS, len(rows) * (HEIGHT + DOWN)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"><style>{STYLE}</style>'
     arrow = '<marker id="a" viewBox="0 0 6 6" refX="5" refY="3" markerWidth="6" markerHeight="6" orient="auto">'
     return "\n".join([head, f'{arrow}<polygon points="0,0 6,3 0,6" fill="#666"/></marker>', *lines, "</svg>\n"])

@@ -58,8 +58,8 @@ def take(address: str) -> None:
         page.get(address)
         time.sleep(RUN_S - 8)
         for scheme in ("light", "dark"):
-            wanted = {"name": "prefers-color-scheme", "value": scheme}
-            page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [wanted]})
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
             page.save_screenshot(str(FOLDER / f"live-{scheme}.png"))
     finally:
         page.quit()

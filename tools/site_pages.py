@@ -39,18 +39,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def relinked(markdown: str, folder: str) -> str:
     """The links of a file in `folder` lead to pages; what has no page is named without a link."""
 
-    def link(found: re.Match[str]) -> str:
-        text, target = found.groups()
+    def link(match: re.Match[str]) -> str:
+        text, target = match.groups()
         path, _, anchor = target.partition("#")
         if "://" in target or not path:
-            return found[0]
-        place = (ROOT / folder / path).resolve().relative_to(ROOT).as_posix()
-        if place in PAGES:
-            page = PAGES[place]
-        elif place == "configs/reference.toml":
+            return match[0]
+        path_text = (ROOT / folder / path).resolve().relative_to(ROOT).as_posix()
+        if path_text in PAGES:
+            page = PAGES[path_text]
+        elif path_text == "configs/reference.toml":
             page = "configuration.md"
-        elif place.startswith("docs/"):
-            page = place.removeprefix("docs/")
+        elif path_text.startswith("docs/"):
+            page = path_text.removeprefix("docs/")
         else:
             return text if text.startswith("`") else f"`{text}`"
         return f"[{text}]({page}#{anchor})" if anchor else f"[{text}]({page})"

@@ -32,7 +32,8 @@ TOOLS = {  # beside what nodes have, and the packages that bring them
     "zstd": "zstd",
 }
 INIT = Path(__file__).resolve().parent / "init.sh"
-OF_NODES = INIT.parent.parent.parent / "vagrant" / "provision" / "packages.sh"  # what guests need: they have our files
+# Lists what guests need: they have our files.
+NODE_PACKAGES_SCRIPT = INIT.parent.parent.parent / "vagrant" / "provision" / "packages.sh"
 
 
 class CannotRunError(Exception):
@@ -55,8 +56,8 @@ def distribution() -> str:
     for name in [os_release.get("ID", ""), *os_release.get("ID_LIKE", "").split()]:
         if name in KERNEL_PACKAGES and os.uname().machine == "x86_64":
             return name
-    here = f"{os_release.get('PRETTY_NAME', 'an unknown system')} on {os.uname().machine}"
-    raise CannotRunError(f"expected Debian 12, 13 or Ubuntu 24.04 on x86_64, found {here}: use a container with one")
+    system = f"{os_release.get('PRETTY_NAME', 'an unknown system')} on {os.uname().machine}"
+    raise CannotRunError(f"expected Debian 12, 13 or Ubuntu 24.04 on x86_64, found {system}: use a container with one")
 
 
 def missing_packages() -> list[str]:
@@ -66,7 +67,7 @@ def missing_packages() -> list[str]:
     busybox = shutil.which("busybox")
     if busybox and b"/ld-linux" in Path(busybox).read_bytes()[:4096]:  # the initramfs has no libraries
         missing.append("busybox-static")
-    return sorted({*missing, *output_of(OF_NODES, "--missing").decode().split()})
+    return sorted({*missing, *output_of(NODE_PACKAGES_SCRIPT, "--missing").decode().split()})
 
 
 def check_tools() -> None:
@@ -77,11 +78,12 @@ def check_tools() -> None:
 
 
 def output_of(*command: str | Path, cwd: Path | None = None, data: bytes | None = None) -> bytes:
-    done = subprocess.run(command, cwd=cwd, input=data, capture_output=True, check=False, timeout=600)
-    if done.returncode:
-        why = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines() or ["no message"]
-        raise CannotRunError(f"{shlex.join(map(str, command))} failed with status {done.returncode}: {why[-1]}")
-    return done.stdout
+    process = subprocess.run(command, cwd=cwd, input=data, capture_output=True, check=False, timeout=600)
+    if process.returncode:
+        output = (process.stderr or process.stdout).decode(errors="replace")
+        message = (output.strip().splitlines() or ["no message"])[-1]
+        raise CannotRunError(f"{shlex.join(map(str, command))} failed with status {process.returncode}: {message}")
+    return process.stdout
 
 
 def prepare(cache: Path) -> Image:
@@ -156,20 +158,20 @@ def module_name(path: str) -> str:
 
 def modules_in_order(base: Path) -> Iterator[tuple[str, Path]]:
     """Yield name and file of every module that the guest loads, each after those it needs."""
-    known: dict[str, tuple[str, list[str]]] = {}
+    modules: dict[str, tuple[str, list[str]]] = {}
     for line in (base / "modules.dep").read_text("utf-8").splitlines():
-        path, _, needs = line.partition(":")
-        known[module_name(path)] = path, [module_name(need) for need in needs.split()]
+        path, _, dependencies = line.partition(":")
+        modules[module_name(path)] = path, [module_name(dependency) for dependency in dependencies.split()]
     built_in = {module_name(line) for line in (base / "modules.builtin").read_text("utf-8").splitlines()}
-    absent = sorted({*MODULES, *RDMA_MODULES} - known.keys() - built_in)
+    absent = sorted({*MODULES, *RDMA_MODULES} - modules.keys() - built_in)
     if absent:
         raise CannotRunError(f"the kernel {base.name} has no module {', '.join(absent)}, so it can be no guest's")
-    done = set()
+    yielded = set()
     for name in (*MODULES, *OPTIONAL_MODULES, *RDMA_MODULES):
-        for module in [*reversed(known[name][1]), name] if name in known else []:
-            if module not in done:
-                done.add(module)
-                yield module, base / known[module][0]
+        for module in [*reversed(modules[name][1]), name] if name in modules else []:
+            if module not in yielded:
+                yielded.add(module)
+                yield module, base / modules[module][0]
 
 
 def pack_modules(base: Path, work: Path) -> bytes:
