@@ -54,7 +54,7 @@ class Named:
         join(options)
         self._small = [np.ones(BYTES // 4, np.float32) for _ in range(COUNT)]
         self._large = np.ones(COUNT * BYTES // 4, np.float32)
-        self._variants = {MANY: self._many, GROUPED: self._grouped, ONE: self._one}
+        self._variants = {MANY: self._reduce_each, GROUPED: self._reduce_grouped, ONE: self._reduce_large}
 
     def turn(self, variant: str) -> dict[str, float]:
         """Milliseconds: the median of several steps, once they are known to be alike. That takes longer each time that
@@ -70,15 +70,15 @@ class Named:
                 break
         return {"ms": float(np.median(times[ALIKE:]))}
 
-    def _many(self) -> None:
+    def _reduce_each(self) -> None:
         tasks = [session.queue().allreduce_async(x, name=f"w{i}", op="max") for i, x in enumerate(self._small)]
         for task in tasks:
             task.wait()
 
-    def _grouped(self) -> None:
+    def _reduce_grouped(self) -> None:
         session.queue().grouped_allreduce_async(self._small, name="group", op="max").wait()
 
-    def _one(self) -> None:
+    def _reduce_large(self) -> None:
         session.queue().allreduce_async(self._large, name="large", op="max").wait()
 
 

@@ -135,11 +135,14 @@ def measure(console: Console, turns: int) -> bool:
     for transport in (ALONE, *TRANSPORTS):
         times, carrier = (_times_alone(turns), NOTHING) if transport == ALONE else _times(transport, turns)
         for density in DENSITIES:
-            (one, works, shards_work), (two, _, _) = (np.median(times[threads, density], 0) for threads in THREADS)
-            name, bound = f"{transport}, density {density:g}", one / ((works + shards_work) / 2)
-            numbers = (one, two, one / two, bound, works, shards_work)
+            (one_ms, works, shards_work), (two_ms, _, _) = (
+                np.median(times[threads, density], 0) for threads in THREADS
+            )
+            name, bound = f"{transport}, density {density:g}", one_ms / ((works + shards_work) / 2)
+            numbers = (one_ms, two_ms, one_ms / two_ms, bound, works, shards_work)
             table.add_row(name, *(f"{number:.2f}" for number in numbers), carrier)
-            verdicts += [at_least(f"{name}: 2 threads", two, "1 thread", one, MIN_SPEEDUP)] if density == 1 else []
+            if density == 1:
+                verdicts.append(at_least(f"{name}: 2 threads", two_ms, "1 thread", one_ms, MIN_SPEEDUP))
     console.print(table, "at most: two processors share the work of the rank and of the shards\n")
     show_verdicts(console, verdicts)
     return all(verdict.met for verdict in verdicts)

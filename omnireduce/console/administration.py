@@ -68,11 +68,11 @@ class Administrator:
         click.echo(f"Error: no {target} at {listed(list(self.addresses))}; {existing_jobs}", err=True)
 
 
-def end_jobs(administrator: Administrator, job: str, team: str, why: str) -> bool:
+def end_jobs(administrator: Administrator, job: str, team: str, reason: str) -> bool:
     """End the jobs called `job` of `team` (empty: all). Return whether all aggregators did as they were asked, and some
-    job was meant. Raises UsageError for what no job or team can be called, and for a `why` that cannot be sent."""
-    _check_names(job, team, why)
-    answers = administrator.ask("end", job=job, team=team, why=why)
+    job was meant. Raises UsageError for what no job or team can be called, and for a `reason` that cannot be sent."""
+    _check_names(job, team, reason)
+    answers = administrator.ask("end", job=job, team=team, why=reason)
     target = (f"job '{job}'" if job else "job") + (f" of team '{team}'" if team else "")
     if answers and not any(answers.values()):
         administrator.report_missing(target)
@@ -83,15 +83,15 @@ def end_jobs(administrator: Administrator, job: str, team: str, why: str) -> boo
     return len(answers) == len(administrator.addresses)
 
 
-def _check_names(job: str, team: str, why: str) -> None:
+def _check_names(job: str, team: str, reason: str) -> None:
     if not job and not team:
         raise UsageError("end-job: expected the name of a JOB, or --team; `omnireduce status` lists the jobs")
     if not re.match(LAUNCH_PATTERN, job):
         raise UsageError(f"JOB: got {show(job)}, expected {JOB_ALLOWED}")
     if not re.match(TEAM_PATTERN, team):
         raise UsageError(f"--team: got {show(team)}, expected {TEAM_ALLOWED}")
-    if len(why) > WHY_CHARACTERS or not why.isprintable():
-        raise UsageError(f"--why: got {show(why)}, expected up to {WHY_CHARACTERS} characters that can be printed")
+    if len(reason) > WHY_CHARACTERS or not reason.isprintable():
+        raise UsageError(f"--why: got {show(reason)}, expected up to {WHY_CHARACTERS} characters that can be printed")
 
 
 def undo_drain(administrator: Administrator) -> bool:

@@ -137,8 +137,9 @@ def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]
             "fail", "descriptors", f"{text}; a worker needs {needed_by_worker}", f"ulimit -n {needed_by_worker}"
         )
     elif _is_below(ranks, config.aggregator.max_world_size):
-        needed = config.aggregator.max_world_size * 4 // 3 + 1
-        advice = f"ulimit -Hn {needed}, or LimitNOFILE={needed} of a systemd unit; or lower aggregator.max_world_size"
+        needed_descriptors = config.aggregator.max_world_size * 4 // 3 + 1
+        limits = f"ulimit -Hn {needed_descriptors}, or LimitNOFILE={needed_descriptors} of a systemd unit"
+        advice = f"{limits}; or lower aggregator.max_world_size"
         yield Finding("warn", "descriptors", f"{text}, which is enough for {ranks} ranks on an aggregator here", advice)
     else:
         yield Finding("ok", "descriptors", text)
@@ -147,18 +148,18 @@ def check_descriptors(config: Config, soft: int, hard: int) -> Iterator[Finding]
 def check_locked_memory(config: Config, limit: int, *, exempt: bool, has_devices: bool) -> Iterator[Finding]:
     """The limit of locked memory. It counts only with RDMA, where slots are registered with the device."""
     protocol = config.protocol
-    needed = 2 * protocol.slots * protocol.slot_bytes * max(1, len(config.cluster.aggregators))
+    needed_bytes = 2 * protocol.slots * protocol.slot_bytes * max(1, len(config.cluster.aggregators))
     text = f"{_limit_text(limit)} bytes" + (", not applied to this user" if exempt else "")
-    if not exempt and _is_below(limit, needed):
+    if not exempt and _is_below(limit, needed_bytes):
         advice = (
             "ulimit -l unlimited, LimitMEMLOCK=infinity of a systemd unit, or --ulimit memlock=-1 of a container; or "
             "lower protocol.slots or protocol.slot_bytes"
         )
         if rdma_is_required(config) or has_devices:
             state: State = "fail" if rdma_is_required(config) else "warn"
-            yield Finding(state, "locked memory", f"{text}; a worker registers {needed} for RDMA", advice)
+            yield Finding(state, "locked memory", f"{text}; a worker registers {needed_bytes} for RDMA", advice)
             return
-        text += f"; RDMA would need {needed}, other transports none"
+        text += f"; RDMA would need {needed_bytes}, other transports none"
     yield Finding("ok", "locked memory", text)
 
 

@@ -49,7 +49,7 @@ def report_trace(folder: str | Path, job: str | None, output: str | Path | None)
 
 
 WAITS = ("wake-up", "wait")
-ACTIVITIES = (*(what.name.lower() for what in WORK), *WAITS, "other")
+ACTIVITIES = (*(kind.name.lower() for kind in WORK), *WAITS, "other")
 NOTES = """\
 Milliseconds of wall time, medians; in every single collective the activities of a row add up to
 `whole`. Activities that took no time are left out. pack: scan and copy, one kernel. merge: union
@@ -114,7 +114,7 @@ def break_down(lanes: Sequence[Lane], *, skip: int = 0) -> Breakdown:
 
 def _row(lane: Lane, lanes: Sequence[Lane], begin: Array, end: Array) -> LaneMedians:
     woken = wake_ups(lane, lanes)
-    edges, totals = exclusive([*(lane.of(what) for what in WORK), woken, lane.of(SpanKind.WAIT)])
+    edges, totals = exclusive([*(lane.of(kind) for kind in WORK), woken, lane.of(SpanKind.WAIT)])
     spent = [np.interp(end, edges, total) - np.interp(begin, edges, total) for total in totals]
     spent.append(end - begin - np.sum(spent, axis=0))
     counts = np.searchsorted(woken["end"], end, "right") - np.searchsorted(woken["end"], begin, "right")
@@ -140,14 +140,14 @@ def show_breakdown(
     size = short_count(breakdown.nbytes)
     heading = f"{title}; {breakdown.count} collectives of {size} bytes, of {breakdown.recorded} recorded"
     table = Table(title=Text(heading, style="bold"), title_justify="left", box=None, pad_edge=False)
-    shown = [name for name in ACTIVITIES if any(row.ms[name] for row in breakdown.rows)]
-    for name in ("", "whole", *shown, "wakes", "us each"):
+    activities = [name for name in ACTIVITIES if any(row.ms[name] for row in breakdown.rows)]
+    for name in ("", "whole", *activities, "wakes", "us each"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for row in breakdown.rows:
-        figures = [_milliseconds_text(value) for value in (row.whole_ms, *(row.ms[name] for name in shown))]
+        figures = [_milliseconds_text(value) for value in (row.whole_ms, *(row.ms[name] for name in activities))]
         table.add_row(row.lane, *figures, f"{row.wake_ups:g}", f"{row.wake_up_us:.0f}")
-    work = {name: sum(row.ms[name] for row in breakdown.rows) for name in shown if name not in WAITS}
-    sums = [_milliseconds_text(work[name]) if name in work else "" for name in shown]
+    work = {name: sum(row.ms[name] for row in breakdown.rows) for name in activities if name not in WAITS}
+    sums = [_milliseconds_text(work[name]) if name in work else "" for name in activities]
     table.add_row("all, no waits", _milliseconds_text(sum(work.values())), *sums)
     for label, milliseconds in references:
         table.add_row(label, _milliseconds_text(milliseconds), style="dim")

@@ -53,10 +53,10 @@ class Throttle:
     def __init__(self, report: Callable[[float, float], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._report, self._clock, self._due = report, clock, -math.inf
 
-    def __call__(self, done: float, total: float) -> None:
+    def __call__(self, completed: float, total: float) -> None:
         if (now := self._clock()) >= self._due:
             self._due = now + EVERY_S
-            self._report(done, total)
+            self._report(completed, total)
 
 
 class Ticker:

@@ -180,5 +180,5 @@ def _check_files(known: Mapping[str, Sequence[Secret]], terms: Mapping[str, Team
         for secret in team_secrets:
             owner = owners.setdefault(secret, name)
             if owner != name:
-                both = " and ".join(f"team {team}" if team else "the aggregator's own" for team in (owner, name))
-                raise ConfigError(f"{_FOLDER}: {folder}: {both} have a secret in common, expected none")
+                owners_text = " and ".join(f"team {team}" if team else "the aggregator's own" for team in (owner, name))
+                raise ConfigError(f"{_FOLDER}: {folder}: {owners_text} have a secret in common, expected none")

@@ -287,7 +287,9 @@ def _key_and_value(position: str, section: str, line: str) -> tuple[str, object]
     if not equals:
         raise ConfigError(f"{position}: got {show(line)}, expected a section in brackets, or key = value")
     if name not in KEYS:
-        section_keys = [known.removeprefix(f"{section}.") for known in KEYS if known.rpartition(".")[0] == section]
+        section_keys = [
+            key_name.removeprefix(f"{section}.") for key_name in KEYS if key_name.rpartition(".")[0] == section
+        ]
         raise ConfigError(f"{position}: {name}: unknown key, {expected_one_of(key, section_keys or KEYS)}")
     try:
         return name, KEYS[name].read(text)

@@ -106,8 +106,8 @@ def _train(
         trainer.step(number)
         if comm.rank == 0 and ((number + 1) * REPORTS // steps > number * REPORTS // steps or number + 1 == steps):
             now = comm.statistics()
-            moved = now.sent_bytes - before.sent_bytes + now.received_bytes - before.received_bytes
-            curve.append(Point(moved, mean_loss(trainer.model, held_out)))
+            moved_bytes = now.sent_bytes - before.sent_bytes + now.received_bytes - before.received_bytes
+            curve.append(Point(moved_bytes, mean_loss(trainer.model, held_out)))
     after = comm.statistics()
     sent, received = after.sent_bytes - before.sent_bytes, after.received_bytes - before.received_bytes
     up, down = comm.allgather(np.array([sent, received])).mean(axis=0) / steps

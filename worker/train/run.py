@@ -83,20 +83,20 @@ class ElasticTraining:
         """Take the steps that are left with the workers that there are; all ranks call this after a sync."""
         comm, state, steps = self._comm, self.state, self._config.train.steps
         self._trainer.set_shards((comm.rank,), comm.size)
-        self._say(f"train: {comm.size} workers, from step {state.step} of {steps}")
+        self._print(f"train: {comm.size} workers, from step {state.step} of {steps}")
         while state.step < steps:
             self._trainer.step(state.step)
             self._workers[state.step] = comm.size
             state.step += 1
             if state.step % max(1, steps // REPORTS) == 0 and comm.rank == 0:
                 self._curve.append(Point(state.step, mean_loss(self._trainer.model, self._held_out), comm.size))
-                self._say(f"train: step {state.step} of {steps}, held-out loss {self._curve[-1].loss:.4f}")
+                self._print(f"train: step {state.step} of {steps}, held-out loss {self._curve[-1].loss:.4f}")
             state.commit()
         plain = PlainProgress(time.monotonic())
         verdict = verify(comm, self._config, self._corpus, self._trainer, self._workers.tolist(), plain)
         return ElasticResult(steps, self._workers.tolist(), self._curve, verdict)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._comm.rank == 0:
             self._console.print(text)
             self._console.file.flush()
@@ -252,8 +252,8 @@ def _train(
         if mpi_trainer:
             mpi_trainer.step(number)
     after = comm.statistics()
-    moved = np.array([after.sent_bytes - before.sent_bytes, after.received_bytes - before.received_bytes])
-    up, down = comm.allgather(moved).mean(axis=0) / config.train.steps
+    moved_bytes = np.array([after.sent_bytes - before.sent_bytes, after.received_bytes - before.received_bytes])
+    up, down = comm.allgather(moved_bytes).mean(axis=0) / config.train.steps
     blocks = np.array([(record.own_blocks, record.union_blocks) for record in trainer.records])
     density, union_density = comm.allgather(blocks).mean(axis=(0, 1)) / trainer.gradient.blocks
     return Gradients(

@@ -106,7 +106,7 @@ def run_case(
 
 
 class _CaseRun:
-    """One case under way on one rank. A negative `timed` marks a round that is not timed."""
+    """One case under way on one rank. A negative `timed_round` marks a round that is not timed."""
 
     def __init__(self, comm: Communicator, case: Case, rounds: int, mpi: MpiAllreduce | None) -> None:
         self._comm, self._case, self._rounds = comm, case, rounds

@@ -130,7 +130,7 @@ class Values:
         side = max(1, math.isqrt(request.elements))
         self.sizes = {"N": request.elements, "T": side, "K": side, "H": side}
 
-    def whole(self, tensor: Tensor, step: int, rank: int = 0) -> Array:
+    def whole_tensor(self, tensor: Tensor, step: int, rank: int = 0) -> Array:
         """The whole tensor in this step. Each rank has another one, if it is Local."""
         shape = tuple(
             dimension if isinstance(dimension, int) else self.sizes[dimension.name] for dimension in tensor.type.shape
@@ -145,10 +145,10 @@ class Values:
 
     def part(self, tensor: Tensor, step: int, rank: int) -> Array:
         """The part of the tensor that `rank` has."""
-        whole, layout = self.whole(tensor, step, rank), tensor.type.layout
-        return (
-            np.array(RankPlacement(rank, self._ranks, {}).part(whole, layout), order="C") if layout.is_sliced else whole
-        )
+        whole_tensor, layout = self.whole_tensor(tensor, step, rank), tensor.type.layout
+        if not layout.is_sliced:
+            return whole_tensor
+        return np.array(RankPlacement(rank, self._ranks, {}).part(whole_tensor, layout), order="C")
 
     def numbers(self, pipeline: Pipeline, step: int) -> dict[str, Any]:
         """The Variables of a step, and the sizes."""

@@ -119,11 +119,13 @@ class TracedPatterns:
     def __init__(self, blocks: int, density: float, union_density: float, ranks: int, seed: int = 0) -> None:
         self.blocks, self._seed = blocks, seed
         likelihoods, shares = popularity(density, union_density, ranks)
-        random = np.random.default_rng([seed, 0])
-        ends = np.floor(np.cumsum(shares) * blocks + random.random()).astype(np.int64)  # few blocks: right on average
-        ends[-1] = blocks
-        block_likelihoods = np.repeat(likelihoods.astype(np.float32), np.diff(ends, prepend=0))
-        self._likelihoods = random.permutation(block_likelihoods)
+        rng = np.random.default_rng([seed, 0])
+        boundaries = np.floor(np.cumsum(shares) * blocks + rng.random()).astype(
+            np.int64
+        )  # few blocks: right on average
+        boundaries[-1] = blocks
+        block_likelihoods = np.repeat(likelihoods.astype(np.float32), np.diff(boundaries, prepend=0))
+        self._likelihoods = rng.permutation(block_likelihoods)
 
     def of(self, rank: int) -> Array:
         drawn = np.random.default_rng([self._seed, 1 + rank]).random(self.blocks, np.float32)

@@ -119,14 +119,14 @@ def _common_collectives(ranks: Sequence[Lane]) -> list[_TracedRank]:
 
 def _trace_of_lane(lane: Lane) -> _TracedRank:
     spans = lane.spans
-    ends = np.flatnonzero(spans["what"] == SpanKind.COLLECTIVE)
-    blocks = np.full((ends.size, len(OF_TENSOR)), -1)
+    end_indices = np.flatnonzero(spans["what"] == SpanKind.COLLECTIVE)
+    blocks = np.full((end_indices.size, len(OF_TENSOR)), -1)
     for column, kind in enumerate(OF_TENSOR):
         positions = np.flatnonzero(spans["what"] == kind)
-        owners = np.searchsorted(ends, positions)  # the next collective to end
-        blocks[owners[owners < ends.size], column] = spans["detail"][positions[owners < ends.size]]
+        owners = np.searchsorted(end_indices, positions)  # the next collective to end
+        blocks[owners[owners < end_indices.size], column] = spans["detail"][positions[owners < end_indices.size]]
     _check_tensors(lane, blocks)
-    collectives = spans[ends]
+    collectives = spans[end_indices]
     begins = without_overlap(collectives["start"], collectives["end"])
     return _TracedRank(collectives["detail"], blocks, collectives["end"] - begins)
 
@@ -135,11 +135,11 @@ def _check_tensors(lane: Lane, details: Array) -> None:
     """Raises UsageError unless what a trace tells of each tensor, (n, OF_TENSOR), may be true."""
     tensors = details[details[:, 0] >= 0]
     blocks, block_bytes, own, union = tensors.T
-    fit = (blocks <= MOST_BLOCKS) & (block_bytes > 0) & (block_bytes <= MOST_BLOCK_BYTES)
-    fit &= (own >= 0) & (own <= blocks) & (union >= 0) & (union <= blocks)
-    if not fit.all():
+    is_valid = (blocks <= MOST_BLOCKS) & (block_bytes > 0) & (block_bytes <= MOST_BLOCK_BYTES)
+    is_valid &= (own >= 0) & (own <= blocks) & (union >= 0) & (union <= blocks)
+    if not is_valid.all():
         values = ", ".join(
-            f"{what.name} {detail}" for what, detail in zip(OF_TENSOR, tensors[~fit][0].tolist(), strict=True)
+            f"{kind.name} {detail}" for kind, detail in zip(OF_TENSOR, tensors[~is_valid][0].tolist(), strict=True)
         )
         raise UsageError(
             f"the trace of {lane.origin} of job '{lane.origin.job}' cannot be true: expected tensors of up to "
@@ -147,13 +147,15 @@ def _check_tensors(lane: Lane, details: Array) -> None:
         )
 
 
-def _group_by_size(nbytes: Array, shapes: Array, own: Array, union: Array) -> list[Size]:
+def _group_by_size(nbytes: Array, shapes: Array, own_blocks: Array, union_blocks: Array) -> list[Size]:
     """Group collectives of the same size."""
     keys, inverse, counts = np.unique(
         np.column_stack((nbytes, shapes)), axis=0, return_inverse=True, return_counts=True
     )
     block_counts = counts * np.maximum(1, keys[:, 1])
-    densities = [np.bincount(inverse.reshape(-1), weights, counts.size) / block_counts for weights in (own, union)]
+    densities = [
+        np.bincount(inverse.reshape(-1), weights, counts.size) / block_counts for weights in (own_blocks, union_blocks)
+    ]
     columns = counts.tolist(), *keys.T.tolist(), *(density.tolist() for density in densities)
     sizes = [Size(*row) for row in zip(*columns, strict=True)]
     return sorted(sizes, key=lambda size: -size.times * size.nbytes)
@@ -161,21 +163,21 @@ def _group_by_size(nbytes: Array, shapes: Array, own: Array, union: Array) -> li
 
 def combine_small_sizes(sizes: Sequence[Size], limit: int) -> list[Size]:
     """No more than `limit` sizes: those of the fewest bytes, if there are more, become as many tensors of one size."""
-    largest, rest = list(sizes[: limit - 1]), sizes[limit - 1 :]
-    if len(rest) <= 1:
+    largest, small_sizes = list(sizes[: limit - 1]), sizes[limit - 1 :]
+    if len(small_sizes) <= 1:
         return list(sizes)
 
     def sum_over(value: Callable[[Size], float]) -> float:
-        return sum(size.times * value(size) for size in rest)
+        return sum(size.times * value(size) for size in small_sizes)
 
-    count, blocks = sum(size.times for size in rest), sum_over(lambda size: size.blocks)
+    count, blocks = sum(size.times for size in small_sizes), sum_over(lambda size: size.blocks)
     if not blocks:
         return largest
     nbytes, sent = sum_over(lambda size: size.nbytes), sum_over(lambda size: size.blocks * size.block_bytes)
-    own = sum_over(lambda size: size.blocks * size.density)
-    union = sum_over(lambda size: size.blocks * size.union_density)
+    own_blocks = sum_over(lambda size: size.blocks * size.density)
+    union_blocks = sum_over(lambda size: size.blocks * size.union_density)
     mean = Size(
-        count, round(nbytes / count), max(1, round(blocks / count)), round(sent / blocks), own / blocks,
-        union / blocks,
+        count, round(nbytes / count), max(1, round(blocks / count)), round(sent / blocks), own_blocks / blocks,
+        union_blocks / blocks,
     )  # fmt: skip
     return [*largest, mean]

@@ -96,9 +96,9 @@ class Key:
             raise ConfigError(f"got {show(value)}, expected {self.allowed}{unit}") from None
         if self.path in _CHECKS:
             _CHECKS[self.path](converted)
-        return converted if self.path_unless is None else self._whole(str(converted).strip(), file)
+        return converted if self.path_unless is None else self._to_path(str(converted).strip(), file)
 
-    def _whole(self, text: str, file: str | Path | None) -> str:
+    def _to_path(self, text: str, file: str | Path | None) -> str:
         try:
             return text if text in (self.path_unless or ()) else str(whole_path(text, file))
         except UsageError as error:
