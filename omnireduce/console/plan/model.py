@@ -365,7 +365,8 @@ class _RelayExchange:
         self._down_bytes = self._result_bytes.sum(0)  # (windows,)
         lengths = messages.lengths
         self._lengths = [
-            lengths.message_bytes(int(nbytes)) for nbytes in (self._up_bytes.sum(1).mean(), self._relay_bytes.sum(1).mean())
+            lengths.message_bytes(int(nbytes))
+            for nbytes in (self._up_bytes.sum(1).mean(), self._relay_bytes.sum(1).mean())
         ]
 
     def run(self) -> Prediction:
