@@ -202,7 +202,11 @@ def test_of_every_event_there_are_a_few_lines_a_second(event: str) -> None:
     [other] = flood.log(7.5, "no_verbs")
     assert other["event"] == "no_verbs"
     summary, line = flood.log(9.0, "no_verbs")
-    assert (summary["event"], summary["level"], summary["events"][event]) == ("left_out", "warning", 50 - LINES_PER_SECOND)
+    assert (summary["event"], summary["level"], summary["events"][event]) == (
+        "left_out",
+        "warning",
+        50 - LINES_PER_SECOND,
+    )
     assert summary["message"] == f"{50 - LINES_PER_SECOND} lines were too many for the log"
     assert line["event"] == "no_verbs"
     assert len(flood.log(9.1, event)) == 1
@@ -291,7 +295,7 @@ def all_events() -> set[str]:
     root = Path(__file__).parent.parent
     folders = ("omnireduce", "aggregator", "worker")
     sources = [file.read_text() for folder in folders for file in root.rglob(f"{folder}/**/*.py")]
-    names = {name for source in sources for name in re.findall(r'(?:tagged|about)\(\s*"(\w+)"', source)}
+    names = {name for source in sources for name in re.findall(r'(?:tagged|log_fields)\(\s*"(\w+)"', source)}
     return names | {f"{kind}_{what}" for kind in ("shard", "monitor") for what in ("died", "killed")}
 
 

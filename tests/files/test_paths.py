@@ -215,7 +215,9 @@ def test_paths_of_a_launch(home: Path) -> None:
     for name, text in (("hosts", "node1 slots=2\r\n"), ("key", ""), ("find.sh", ""), ("c.toml", "")):
         (home / name).write_text(text)
     (home / "launch.yaml").write_text("hostfile: hosts\noutput-filename: out\nssh-identity-file: key\n")
-    request = parse_command_line(["--config-file", "~/launch.yaml", "--config", "~/c.toml", "--timeline", "~/t", "true"])
+    request = parse_command_line(
+        ["--config-file", "~/launch.yaml", "--config", "~/c.toml", "--timeline", "~/t", "true"]
+    )
     assert request.hosts == [Host("node1", 2)]
     assert (request.output_folder, request.ssh) == (str(home / "out"), f"ssh -i {home / 'key'}")
     assert request.environ["OMNIREDUCE_CONFIG"] == str(home / "c.toml")
