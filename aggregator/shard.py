@@ -36,10 +36,10 @@ from omnireduce.transport.kinds import (
     MakeTls,
     Transport,
     UnavailableError,
-    accepted_of_own,
+    accept_own_link,
     allowed_by,
     is_required,
-    listen_to_own,
+    listen_for_own_daemon,
 )
 from omnireduce.transport.rdma import rdma_of
 
@@ -78,7 +78,7 @@ def open_listeners(host: str, port: int, kind: str, monitor: str = "") -> Listen
                     if is_required(transport, kind):
                         raise TransportError(str(error)) from None
                     missing.append(str(error))
-            monitor_socket = listen_to_own(address, monitor) if monitor else None
+            monitor_socket = listen_for_own_daemon(address, monitor) if monitor else None
         except TransportError as error:
             raise TransportError(f"aggregator.listen: cannot listen on {address}: {error}") from None
         except OSError as error:
@@ -106,11 +106,11 @@ def _make_listeners(listeners: Listeners, config: Config, tls: MakeTls) -> list[
     def make_link(transport: Transport, sock: socket.socket) -> Link:
         if transport not in allowed_by(kind):
             raise ConnectionRefusedError(f"transport.kind is {kind}")
-        return transport.accepted(sock, config, tls)
+        return transport.accept_link(sock, config, tls)
 
     made_listeners = [Listener(sock, partial(make_link, transport)) for transport, sock in listeners.sockets]
     if listeners.monitor is not None:
-        made_listeners.append(Listener(listeners.monitor, accepted_of_own, of_monitor=True))
+        made_listeners.append(Listener(listeners.monitor, accept_own_link, of_monitor=True))
     return made_listeners
 
 

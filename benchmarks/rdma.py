@@ -70,7 +70,7 @@ def message_cost(device: str) -> tuple[float, float]:
     """Microseconds of Python and verbs for sending one message, and for taking one; no bytes, one process."""
     settings, slots = Verbs(device=device), 64
     queues = [
-        Queue(choose(settings, near=""), settings, private_slots(slots, 4096), private_slots(slots, 4096)) for _ in "ab"
+        Queue(choose(settings, ""), settings, private_slots(slots, 4096), private_slots(slots, 4096)) for _ in "ab"
     ]
     sender, receiver = queues
     sender.connect(receiver.endpoint)
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
-    gid_index = choose(Verbs(device=options.device), near="").gid.index
+    gid_index = choose(Verbs(device=options.device), "").gid.index
     device = (f"verbs.device={options.device}",)
     limits = [write_bandwidth(options.device, gid_index)]
     verbs = daemon(1, SETTINGS[0], *device, start_s=LIMIT_S)

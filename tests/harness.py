@@ -171,7 +171,7 @@ class InprocCluster:
 
     def _join(self, shard: int, rank: int) -> None:
         up, down = self.up[rank][shard], self.down[shard][rank]
-        up.other, down.other = down, up
+        up.other_end, down.other_end = down, up
         own_slots = self.arenas[shard][rank * self.slots : (rank + 1) * self.slots]
         up.attach(own_slots, self.results[shard])
         down.attach(self.results[shard], own_slots)

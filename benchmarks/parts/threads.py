@@ -28,7 +28,7 @@ from benchmarks.harness.orders import connect, serve_turns
 from benchmarks.harness.verdicts import at_least, show_verdicts
 from omnireduce.core.descriptor import describe
 from omnireduce.core.dtypes import Array, element_type
-from omnireduce.core.wire.blocks import read_header, room_for
+from omnireduce.core.wire.blocks import read_header, slot_bytes_for
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank.threads import ParallelDriver, Threads
@@ -61,7 +61,7 @@ class RankAlone:
     def __init__(self, pool: Threads | None, shards: int) -> None:
         links = [Echo(f"shard {shard}") for shard in range(shards)]
         for link in links:
-            slots = np.zeros((SLOTS, room_for(MESSAGE_BYTES)), np.uint8)
+            slots = np.zeros((SLOTS, slot_bytes_for(MESSAGE_BYTES)), np.uint8)
             link.attach(slots, slots)
         self._shards, self._is_done = shards, False
         self._machine = WorkerMachine(

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import click
 
-from omnireduce.core.admin_messages import WHY_CHARACTERS, Action, AdminRequest
+from omnireduce.core.admin_messages import REASON_CHARACTERS, Action, AdminRequest
 from omnireduce.core.names import JOB_ALLOWED, LAUNCH_PATTERN, TEAM_ALLOWED, TEAM_PATTERN, URGENT
 from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.control import PROTOCOL_VERSION
@@ -90,8 +90,10 @@ def _check_names(job: str, team: str, reason: str) -> None:
         raise UsageError(f"JOB: got {show(job)}, expected {JOB_ALLOWED}")
     if not re.match(TEAM_PATTERN, team):
         raise UsageError(f"--team: got {show(team)}, expected {TEAM_ALLOWED}")
-    if len(reason) > WHY_CHARACTERS or not reason.isprintable():
-        raise UsageError(f"--why: got {show(reason)}, expected up to {WHY_CHARACTERS} characters that can be printed")
+    if len(reason) > REASON_CHARACTERS or not reason.isprintable():
+        raise UsageError(
+            f"--why: got {show(reason)}, expected up to {REASON_CHARACTERS} characters that can be printed"
+        )
 
 
 def undo_drain(administrator: Administrator) -> bool:

@@ -225,7 +225,7 @@ def check_rdma(config: Config, ports: list[Port], reason: str) -> Iterator[Findi
     from omnireduce.transport.verbs.devices import choose
 
     try:
-        choice = choose(config.verbs, near="")
+        choice = choose(config.verbs, local_address="")
     except TransportError as error:
         advice = "give the port's interface an IPv4 address and a link, or set verbs.device, port and gid_index"
         yield Finding(required if required == "fail" else "warn", RDMA, f"not available: {error}", advice)

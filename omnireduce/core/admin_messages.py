@@ -16,8 +16,8 @@ Action = Literal["drain", "resume", "end"]
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Job = Annotated[str, msgspec.Meta(pattern=LAUNCH_PATTERN)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
-WHY_CHARACTERS = 200
-_Why = Annotated[str, msgspec.Meta(max_length=WHY_CHARACTERS)]
+REASON_CHARACTERS = 200
+_Reason = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)]
 
 
 class AdminRequest(msgspec.Struct, frozen=True, tag=True):
@@ -28,15 +28,15 @@ class AdminRequest(msgspec.Struct, frozen=True, tag=True):
     action: Action
     job: _Job = ""
     team: _Team = ""
-    why: _Why = ""
+    why: _Reason = ""
 
     @property
     def text(self) -> str:
         """The request as a verb phrase, such as "end all jobs"."""
         if self.action != "end":
             return {"drain": "drain the aggregator", "resume": "let the aggregator take jobs again"}[self.action]
-        of_team = f" of team '{self.team}'" if self.team else ""
-        return (f"end job '{self.job}'" if self.job else "end all jobs") + of_team
+        team_text = f" of team '{self.team}'" if self.team else ""
+        return (f"end job '{self.job}'" if self.job else "end all jobs") + team_text
 
 
 class AdminAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -59,7 +59,7 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     why: str = ""
     stops: bool = False
 
-    def means(self, job: str, team: str) -> bool:
+    def covers(self, job: str, team: str) -> bool:
         """Whether a job is to be ended. A job's channel for urgent tensors ends with it."""
         return self.job in ("", job.removesuffix(URGENT)) and self.team in (None, team)
 

@@ -28,8 +28,8 @@ MAX_COLUMNS, MAX_CELLS, MAX_TOTALS = 8, 4, 4
 MAX_STATE = (1 << 16) - 1
 PROGRAM_ELEMENTS = 1 << 14  # most elements of a block: a shard runs a program on a whole block in one step
 STEP_WORK = 1 << 23  # most work of that step: elements of the block, times the work of the program
-TOTAL_BYTES = 8  # of one total, a float64
-SCALAR_BYTES = 4  # of one scalar, a float32
+TOTAL_BYTES = 8  # size of one total, a float64
+SCALAR_BYTES = 4  # size of one scalar, a float32
 
 
 class Operation(IntEnum):
@@ -126,7 +126,7 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
         return work_of(self.code)
 
     @property
-    def most_elements(self) -> int:
+    def max_elements(self) -> int:
         """The most elements of a block on which a shard may run it."""
         return min(PROGRAM_ELEMENTS, STEP_WORK // max(1, self.work))
 
@@ -138,28 +138,28 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
     @property
     def numbers(self) -> list[float]:
         """Its scalars."""
-        found: list[float] = np.frombuffer(self.scalars, np.float32).tolist()
-        return found
+        numbers: list[float] = np.frombuffer(self.scalars, np.float32).tolist()
+        return numbers
 
     def _wrong_size(self) -> str:
         if len(self.code) % INSTRUCTION_BYTES or len(self) > MAX_INSTRUCTIONS:
-            most = MAX_INSTRUCTIONS * INSTRUCTION_BYTES
-            return f"code of {len(self.code)} bytes; expected a multiple of {INSTRUCTION_BYTES} up to {most}"
+            maximum = MAX_INSTRUCTIONS * INSTRUCTION_BYTES
+            return f"code of {len(self.code)} bytes; expected a multiple of {INSTRUCTION_BYTES} up to {maximum}"
         if len(self.scalars) % SCALAR_BYTES:
             return f"scalars of {len(self.scalars)} bytes; expected a multiple of {SCALAR_BYTES}"
         limits = {
             "state": (self.state, MAX_STATE), "columns": (self.columns, MAX_COLUMNS), "cells": (self.cells, MAX_CELLS),
             "scalars": (len(self.scalars) // SCALAR_BYTES, MAX_SCALARS), "totals": (self.totals, MAX_TOTALS),
         }  # fmt: skip
-        for what, (found, most) in limits.items():
-            if not 0 <= found <= most:
-                return f"{what} {found}; expected 0 to {most}"
+        for name, (value, maximum) in limits.items():
+            if not 0 <= value <= maximum:
+                return f"{name} {value}; expected 0 to {maximum}"
         return ""
 
-    def _wrong_at(self, at: int) -> str:
-        """The mistake in instruction `at`; empty if there is none."""
-        number, target, operand, third = self.code[at * INSTRUCTION_BYTES : (at + 1) * INSTRUCTION_BYTES]
-        where = f"instruction {at}"
+    def _wrong_at(self, index: int) -> str:
+        """The mistake in instruction `index`; empty if there is none."""
+        number, target, operand, third = self.code[index * INSTRUCTION_BYTES : (index + 1) * INSTRUCTION_BYTES]
+        where = f"instruction {index}"
         if number > LAST_OPERATION:
             return f"{where} has operation {number}; expected 0 to {LAST_OPERATION}"
         operation = Operation(number)
@@ -172,9 +172,9 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
             ("scalar", SCALARS.get(operation, 0), len(self.scalars) // SCALAR_BYTES),
             ("cell", operation in WITH_CELL, self.cells), ("total", operation is Operation.ADD_TO_TOTAL, self.totals),
         )  # fmt: skip
-        for what, wanted, count in kinds:
-            if wanted and third + wanted > count:
-                return f"{where} ({operation.name}) uses {what} {third + wanted - 1} of {count}"
+        for kind, needed, count in kinds:
+            if needed and third + needed > count:
+                return f"{where} ({operation.name}) uses {kind} {third + needed - 1} of {count}"
         return ""
 
 
@@ -209,23 +209,23 @@ class Assembly:
 
     def add(self, operation: Operation, target: int, operand: int = 0, *scalars: float, third: int = 0) -> None:
         """An instruction with its scalars, or with the number of a cell or a total as `third`."""
-        place = len(self._scalars) if scalars else third
+        last = len(self._scalars) if scalars else third
         self._scalars += scalars
-        self._code += bytes([operation, target, operand, place])
+        self._code += bytes([operation, target, operand, last])
 
-    def fetch(self, at: int, *, is_cell: bool = False) -> None:
-        """Send the state to all ranks: the column with operand number `at`, or the cell `at`."""
+    def fetch(self, number: int, *, is_cell: bool = False) -> None:
+        """Send the state to all ranks: the column with operand number `number`, or the cell `number`."""
         if is_cell:
-            self.add(Operation.LOAD_CELL, SUM, third=at)
+            self.add(Operation.LOAD_CELL, SUM, third=number)
         else:
-            self.add(Operation.COPY, SUM, at)
+            self.add(Operation.COPY, SUM, number)
 
-    def store(self, at: int, *, is_cell: bool = False) -> None:
+    def store(self, number: int, *, is_cell: bool = False) -> None:
         """Keep the sum of the ranks' values in the state: the reverse of `fetch`."""
         if is_cell:
-            self.add(Operation.STORE_CELL, SUM, third=at)
+            self.add(Operation.STORE_CELL, SUM, third=number)
         else:
-            self.add(Operation.COPY, at, SUM)
+            self.add(Operation.COPY, number, SUM)
 
     def program(self, state: int, columns: int, cells: int, **options: object) -> BlockProgram:
         """The finished program. `options` are fields of BlockProgram."""

@@ -98,8 +98,10 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
             return f"the dtype {self.dtype[:DTYPE_CHARACTERS]!r} cannot be shown"
         ops = self._ops
         if self.op not in ops:
-            of = f" of {self.dtype}" if self.reduces else ""
-            return f"{self.kind}{of} has no op {self.op}" + (f"; expected {' or '.join(ops)}" if len(ops) > 1 else "")
+            type_text = f" of {self.dtype}" if self.reduces else ""
+            return f"{self.kind}{type_text} has no op {self.op}" + (
+                f"; expected {' or '.join(ops)}" if len(ops) > 1 else ""
+            )
         if self.op == "mean" and not self.element.is_float:
             return f"the mean of {self.dtype} is not an {self.dtype}; convert to a float type first"
         return ""
@@ -117,12 +119,12 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     def _wrong_numbers(self) -> str:
         if not 8 <= self.block_size <= MAX_BLOCK_SIZE or self.block_size % 8:
             return f"block_size {self.block_size}: expected a multiple of 8 from 8 to {MAX_BLOCK_SIZE}"
-        least, most = (0, 0) if self.reduces else (1, MAX_BLOCK_SIZE)
-        if not (least <= self.item_bytes <= most and 0 <= self.root < 1 << 32 and 1 <= self.parts < 1 << 32):
+        minimum, maximum = (0, 0) if self.reduces else (1, MAX_BLOCK_SIZE)
+        if not (minimum <= self.item_bytes <= maximum and 0 <= self.root < 1 << 32 and 1 <= self.parts < 1 << 32):
             return f"elements of {self.item_bytes} bytes, root {self.root}, {self.parts} parts: out of range"
-        least, most = (1, MAX_PART_PACKETS) if self.kind in PACKED else (0, 0)
-        if not least <= self.packets <= most:
-            return f"parts of {self.packets} packets: expected {least} to {most}"
+        minimum, maximum = (1, MAX_PART_PACKETS) if self.kind in PACKED else (0, 0)
+        if not minimum <= self.packets <= maximum:
+            return f"parts of {self.packets} packets: expected {minimum} to {maximum}"
         if self.layout.elements >= MAX_ELEMENTS or self.layout.blocks >= MAX_BLOCKS:
             return f"{self.layout.elements} elements in {self.layout.blocks} blocks: expected fewer than 2**62 in 2**48"
         return ""
@@ -146,9 +148,9 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
         kinds = ("allreduce", "allreduce_rows")
         if self.kind not in kinds or self.dtype != "float32" or self.op not in CODED_OPS or self.codec:
             return f"no block program works on {self}: expected an allreduce of float32, {' or '.join(CODED_OPS)}"
-        if self.layout.block_size > self.program.most_elements:
-            most = f"expected at most {self.program.most_elements} with this program"
-            return f"blocks of {self.layout.block_size} elements: {most}"
+        if self.layout.block_size > self.program.max_elements:
+            limit = f"expected at most {self.program.max_elements} with this program"
+            return f"blocks of {self.layout.block_size} elements: {limit}"
         if len(self.encoded) > EXTRA_BYTES:
             return f"a name and a program of {len(self.encoded)} bytes; expected at most {EXTRA_BYTES}"
         return ""
@@ -223,22 +225,22 @@ class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_
     def _text(self) -> str:
         if self.refused:
             return f"a call that was refused: {self.refused}"
-        said = self.kind + (f" '{self.name}'" if self.name else "")
-        said += f" of a group, {self.group}:" if self.group else ""
+        text = self.kind + (f" '{self.name}'" if self.name else "")
+        text += f" of a group, {self.group}:" if self.group else ""
         if self.kind == "barrier":
-            return said
+            return text
         if self.kind == "allreduce_rows":
-            return f"{said} of {self.dtype}, n_rows {self.shape[0]}, width {self.shape[1]}, {self.op}"
+            return f"{text} of {self.dtype}, n_rows {self.shape[0]}, width {self.shape[1]}, {self.op}"
         if self.kind == "allgather_ragged":
-            said += f" of {self.dtype}, each of its items {self._shape_text}"
+            text += f" of {self.dtype}, each of its items {self._shape_text}"
         elif self.kind in PACKED:
-            said += f" of {self.dtype}"
+            text += f" of {self.dtype}"
         else:
-            said += f" of {self.dtype} {self._shape_text}"
-        said += f", {self.op}" if self.reduces else ""
-        said += f", codec {self.codec}" if self.codec else ""
-        said += f", through a program of {len(self.program)} instructions" if self.program is not None else ""
-        return f"{said}, root {self.root}" if self.kind in ROOTED else said
+            text += f" of {self.dtype} {self._shape_text}"
+        text += f", {self.op}" if self.reduces else ""
+        text += f", codec {self.codec}" if self.codec else ""
+        text += f", through a program of {len(self.program)} instructions" if self.program is not None else ""
+        return f"{text}, root {self.root}" if self.kind in ROOTED else text
 
     def __str__(self) -> str:
         return self._text
@@ -258,13 +260,15 @@ def decode_descriptor(data: bytes) -> Descriptor:
         raise ProtocolError(f"malformed descriptor: {shown(str(error)[:SHOWN])}") from None
 
 
-def distinguish(one: Descriptor, other: Descriptor) -> tuple[str, str]:
+def distinguish(first: Descriptor, second: Descriptor) -> tuple[str, str]:
     """Both descriptors in words. If the words are equal, a difference that they do not show is added."""
-    if str(one) != str(other) or one == other:
-        return str(one), str(other)
-    texts = list(zip(_unshown(one), _unshown(other), strict=True))
-    mine, theirs = next(((mine, theirs) for mine, theirs in texts if mine != theirs), texts[0])
-    return f"{one}, {mine}", f"{other}, {theirs}"
+    if str(first) != str(second) or first == second:
+        return str(first), str(second)
+    texts = list(zip(_unshown(first), _unshown(second), strict=True))
+    first_fact, second_fact = next(
+        ((first_fact, second_fact) for first_fact, second_fact in texts if first_fact != second_fact), texts[0]
+    )
+    return f"{first}, {first_fact}", f"{second}, {second_fact}"
 
 
 def _unshown(descriptor: Descriptor) -> list[str]:
@@ -274,8 +278,8 @@ def _unshown(descriptor: Descriptor) -> list[str]:
         f"protocol.max_part_bytes in KiB, rounded up, {descriptor.packets}",
         f"{len(descriptor.shape)} dimensions",
         *(
-            f"dimension {at} is {size}"
-            for at, size in enumerate((*descriptor.shape, *[0] * MAX_DIMENSIONS)[:MAX_DIMENSIONS])
+            f"dimension {index} is {size}"
+            for index, size in enumerate((*descriptor.shape, *[0] * MAX_DIMENSIONS)[:MAX_DIMENSIONS])
         ),
         f"elements of {descriptor.item_bytes} bytes",
         f"{descriptor.parts} parts",

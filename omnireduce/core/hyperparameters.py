@@ -18,30 +18,30 @@ ADAM_EPS, LAMB_EPS = 1e-8, 1e-6
 WEIGHT_DECAY = 1e-2  # default of AdamW and LAMB
 
 
-def number(name: str, given: Any) -> float:
+def number(name: str, value: Any) -> float:
     """Return a number of Python, NumPy or torch as a float. Raises UsageError for anything else."""
     try:
-        if isinstance(given, bool | str):
+        if isinstance(value, bool | str):
             raise TypeError
-        return float(given)
+        return float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise UsageError(f"{name} is {given!r}; expected a number") from None
+        raise UsageError(f"{name} is {value!r}; expected a number") from None
 
 
-def number_in_range(name: str, given: Any, least: float = 0, below: float = math.inf) -> float:
-    """Return a number as a float, if least <= number < below. Raises UsageError for anything else."""
-    value = number(name, given)
-    if not least <= value < below:
-        most = "" if below == math.inf else f" and less than {below:g}"
-        raise UsageError(f"{name} is {value:g}; expected {least:g} or more{most}")
-    return value
+def number_in_range(name: str, value: Any, minimum: float = 0, below: float = math.inf) -> float:
+    """Return a number as a float, if minimum <= number < below. Raises UsageError for anything else."""
+    checked = number(name, value)
+    if not minimum <= checked < below:
+        limit_text = "" if below == math.inf else f" and less than {below:g}"
+        raise UsageError(f"{name} is {checked:g}; expected {minimum:g} or more{limit_text}")
+    return checked
 
 
-def check_betas(given: Any) -> tuple[float, float]:
+def check_betas(value: Any) -> tuple[float, float]:
     """Return the decay rates of the first and the second moment as floats. Raises UsageError for anything else."""
-    if not isinstance(given, tuple | list) or len(given) != 2:
-        raise UsageError(f"betas is {given!r}; expected two numbers")
-    first, second = (number_in_range(f"beta{at}", beta, 0, 1) for at, beta in enumerate(given, 1))
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise UsageError(f"betas is {value!r}; expected two numbers")
+    first, second = (number_in_range(f"beta{at}", beta, 0, 1) for at, beta in enumerate(value, 1))
     return first, second
 
 

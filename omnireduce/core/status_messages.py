@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 
 LISTED = 16  # the most ranks in a list
-MOST = 2**63 - 1  # totals stop here: ranks can announce more than an integer of a message can hold
+MAX_TOTAL = 2**63 - 1  # totals stop here: ranks can announce more than an integer of a message can hold
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -48,7 +48,7 @@ class Traffic(msgspec.Struct, kw_only=True):
     def add(self, other: Traffic) -> None:
         """Add all totals of `other`. No total goes beyond MOST."""
         for name in self.__struct_fields__:
-            setattr(self, name, min(getattr(self, name) + getattr(other, name), MOST))
+            setattr(self, name, min(getattr(self, name) + getattr(other, name), MAX_TOTAL))
 
 
 class Stragglers(msgspec.Struct, frozen=True):

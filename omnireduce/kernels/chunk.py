@@ -12,7 +12,7 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import inlined, inner
 from omnireduce.kernels.instructions import counter, prefetch, prefetch_to_write, row_of, span_of
-from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT
+from omnireduce.kernels.merge import ABSENT, MARK_SHIFT
 from omnireduce.kernels.reduce import OWN, SUM
 from omnireduce.kernels.reducers import reduce_at
 from omnireduce.kernels.regions import (
@@ -66,7 +66,7 @@ def stage_part(
 
 
 @inner
-def _open(state: Array, ints: Array, chunk: int, places: Array) -> int:
+def _note_staged(state: Array, ints: Array, chunk: int, positions: Array) -> int:
     """Note where the indices begin and end that each rank staged for this rank's part. Returns -1, or the rank whose
     count cannot be."""
     s = state[0]
@@ -76,37 +76,39 @@ def _open(state: Array, ints: Array, chunk: int, places: Array) -> int:
         staged = 0 if rank == s["me"] else counter(ints, slot + s["me"])  # once: it may change
         if staged < 0 or staged > stop - start:
             return rank
-        places[0, rank] = slot + s["indices"] + start - first
-        places[1, rank] = places[0, rank] + staged
-        places[2, rank] = slot
+        positions[0, rank] = slot + s["indices"] + start - first
+        positions[1, rank] = positions[0, rank] + staged
+        positions[2, rank] = slot
     return -1
 
 
 @inlined
-def _find(state: Array, ints: Array, block: int, is_mine: bool, places: Array, part: Array) -> tuple[int, int]:
+def _find_block(
+    state: Array, ints: Array, block: int, has_block: bool, positions: Array, part: Array
+) -> tuple[int, int]:
     """Note in `part`, as `reduce_block` wants it, where each rank has the block. Returns how many ranks have it, and
     1 + the last of them."""
     s = state[0]
     present, last = 0, 0
     for rank in range(s["ranks"]):
-        at = ABSENT
+        offset = ABSENT
         if rank == s["me"]:
-            if is_mine:
-                at = OWN
-        elif places[0, rank] < places[1, rank] and ints[places[0, rank]] == block:
-            slot = places[2, rank]
-            row = s["rows"] + (places[0, rank] - slot - s["indices"]) * s["width"]
-            at = (slot + row) * (s["size"] // s["width"])
-            places[0, rank] += 1
-        part[rank] = at
-        if at != ABSENT:
+            if has_block:
+                offset = OWN
+        elif positions[0, rank] < positions[1, rank] and ints[positions[0, rank]] == block:
+            slot = positions[2, rank]
+            row = s["rows"] + (positions[0, rank] - slot - s["indices"]) * s["width"]
+            offset = (slot + row) * (s["size"] // s["width"])
+            positions[0, rank] += 1
+        part[rank] = offset
+        if offset != ABSENT:
             present, last = present + 1, rank + 1
     return present, last
 
 
 @inner
 def _plan(
-    state: Array, ints: Array, source: Array, target: Array, origin: int, start: int, stop: int, places: Array,
+    state: Array, ints: Array, source: Array, target: Array, origin: int, start: int, stop: int, positions: Array,
     plan: Array, marked: Array,
 ) -> int:  # fmt: skip
     """Plan what becomes of blocks start…stop-1, no more than `plan` has rows: note in `plan` those that any rank has,
@@ -122,11 +124,13 @@ def _plan(
         if scans:
             for i in range(width):
                 bits |= row[i]
-        present, last = _find(state, ints, block, bits & mask != 0, places, span_of(row_of(plan, count), 1, s["ranks"]))
+        present, last = _find_block(
+            state, ints, block, bits & mask != 0, positions, span_of(row_of(plan, count), 1, s["ranks"])
+        )
         s["own_blocks"] += bits & mask != 0
         if present:
             plan[count, 0] = block - origin
-            marked[count] = block | (last if present == 1 else 0) << SOLE_SHIFT
+            marked[count] = block | (last if present == 1 else 0) << MARK_SHIFT
             count += 1
         elif not in_place or bits != 0:
             row_of(target, block - origin)[:] = 0
@@ -134,27 +138,27 @@ def _plan(
 
 
 @inner
-def _place(state: Array, out: Array, plan: Array, marked: Array, target: Array, notes: Array) -> None:
+def _write_result(state: Array, out: Array, plan: Array, marked: Array, target: Array, notes: Array) -> None:
     """Copy the blocks `out` of a result into this rank's tensor. With several hosts, note in `notes` what they are."""
     s = state[0]
-    me, in_place, mask, low = s["me"], s["in_place"] != 0, s["mask"], (1 << SOLE_SHIFT) - 1
+    me, in_place, mask, low = s["me"], s["in_place"] != 0, s["mask"], (1 << MARK_SHIFT) - 1
     for k in range(out.shape[0]):
-        result, goal, found = row_of(out, k), row_of(target, plan[k, 0]), np.uint64(0)
-        if in_place and marked[k] >> SOLE_SHIFT == me + 1:
-            found = mask  # it is there, and is not 0
+        result, destination, word = row_of(out, k), row_of(target, plan[k, 0]), np.uint64(0)
+        if in_place and marked[k] >> MARK_SHIFT == me + 1:
+            word = mask  # it is there, and is not 0
         else:
             for i in range(s["width"]):
-                goal[i] = result[i]
-                found |= result[i]
+                destination[i] = result[i]
+                word |= result[i]
         if s["shards"]:
-            notes[marked[k] & low] = PRESENT | (NON_ZERO if found & mask != 0 else 0)
-            if found & mask == 0:
-                goal[:] = 0  # -0 becomes +0
+            notes[marked[k] & low] = PRESENT | (NON_ZERO if word & mask != 0 else 0)
+            if word & mask == 0:
+                destination[:] = 0  # -0 becomes +0
 
 
 @inner
 def combine_part(
-    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
+    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, positions: Array,
     plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
 ) -> int:  # fmt: skip
     """Combine this rank's part of a chunk. Returns how many blocks the result has, or -1 - the rank whose region is
@@ -164,26 +168,26 @@ def combine_part(
     first, start, stop = part_of(state, chunk, me)
     at = slot_of(state, me, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
-    is_sole = s["op"] == SUM and s["storage"] < FLOAT16  # then what one rank alone brought is the result
-    arena, own = words.view(np.uint8), source.view(np.uint8)
-    wrong = _open(state, ints, chunk, places)
+    keeps_marks = s["op"] == SUM and s["storage"] < FLOAT16  # then what one rank alone brought is the result
+    arena, own_bytes = words.view(np.uint8), source.view(np.uint8)
+    wrong = _note_staged(state, ints, chunk, positions)
     if wrong >= 0:
         return -1 - wrong
     for low in range(start, stop, BATCH):
         high = min(low + BATCH, stop)
-        found = _plan(state, ints, source, target, origin, low, high, places, plan, marked)
-        if found == 0:
+        planned = _plan(state, ints, source, target, origin, low, high, positions, plan, marked)
+        if planned == 0:
             continue
-        out = words[rows_at + count * width : rows_at + (count + found) * width].reshape(found, width)
-        reduce_at(s["reducer"], s["op"], arena, plan[:found], own, out.view(np.uint8), scratch, bits)
-        for k in range(found):
-            if not is_sole:
-                marked[k] &= (1 << SOLE_SHIFT) - 1
+        out = words[rows_at + count * width : rows_at + (count + planned) * width].reshape(planned, width)
+        reduce_at(s["reducer"], s["op"], arena, plan[:planned], own_bytes, out.view(np.uint8), scratch, bits)
+        for k in range(planned):
+            if not keeps_marks:
+                marked[k] &= (1 << MARK_SHIFT) - 1
             ints[indices_at + count + k] = marked[k]
-        _place(state, out, plan, marked, target, notes)
-        count += found
+        _write_result(state, out, plan, marked, target, notes)
+        count += planned
     for rank in range(s["ranks"]):
-        if places[0, rank] != places[1, rank]:
+        if positions[0, rank] != positions[1, rank]:
             return -1 - rank
     ints[at + me] = count
     return count
@@ -214,7 +218,7 @@ def collect_part(state: Array, ints: Array, words: Array, target: Array, origin:
     """Take the result of the part of `rank` of a chunk. Returns how many blocks it has; -1: its region is not in
     order."""
     s = state[0]
-    width, me, low, in_place = s["width"], s["me"], (1 << SOLE_SHIFT) - 1, s["in_place"] != 0
+    width, me, low, in_place = s["width"], s["me"], (1 << MARK_SHIFT) - 1, s["in_place"] != 0
     first, start, stop = part_of(state, chunk, rank)
     at = result_slot_of(state, rank, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
@@ -231,13 +235,13 @@ def collect_part(state: Array, ints: Array, words: Array, target: Array, origin:
             target[previous + 1 - origin : block - origin] = 0
         previous = block
         if k + ahead < count:
-            later = row_of(target, min(max(ints[indices_at + k + ahead] & low, start), stop - 1) - origin)
+            next_row = row_of(target, min(max(ints[indices_at + k + ahead] & low, start), stop - 1) - origin)
             for i in range(0, width, LINE):
-                prefetch_to_write(later, i)
-        if not (in_place and marked >> SOLE_SHIFT == me + 1):
-            row, goal = span_of(words, rows_at + k * width, width), row_of(target, block - origin)
+                prefetch_to_write(next_row, i)
+        if not (in_place and marked >> MARK_SHIFT == me + 1):
+            row, destination = span_of(words, rows_at + k * width, width), row_of(target, block - origin)
             for i in range(width):
-                goal[i] = row[i]
+                destination[i] = row[i]
     if not in_place:
         target[previous + 1 - origin : stop - origin] = 0
     return count

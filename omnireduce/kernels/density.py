@@ -13,17 +13,17 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 @kernel
-def nonzero_blocks(words: Array, mask: np.uint64, found: Array) -> int:
-    """Set `found[b]` for every non-zero row of `words` (uint64, blocks x words per block); return how many there
+def nonzero_blocks(words: Array, mask: np.uint64, is_nonzero: Array) -> int:
+    """Set `is_nonzero[b]` for every non-zero row of `words` (uint64, blocks x words per block); return how many there
     are."""
     total = 0
     for block in range(words.shape[0]):
         row = words[block]
-        seen = np.uint64(0)
+        bits = np.uint64(0)
         for i in range(row.size):
-            seen |= row[i]
-        found[block] = seen & mask != 0
-        if found[block]:
+            bits |= row[i]
+        is_nonzero[block] = bits & mask != 0
+        if is_nonzero[block]:
             total += 1
     return total
 
@@ -35,10 +35,10 @@ def find_blocks(values: Array, block_size: int) -> Array:
     Raises UsageError for another dtype.
     """
     kind = number_type(values.dtype.newbyteorder("="))
-    found = np.zeros(-(-values.size // block_size), np.bool_)
+    is_nonzero = np.zeros(-(-values.size // block_size), np.bool_)
     for first, chunk in native_chunks(values, kind, block_size):
-        mark_blocks(chunk, kind, block_size, found[first:])
-    return found
+        mark_blocks(chunk, kind, block_size, is_nonzero[first:])
+    return is_nonzero
 
 
 def native_chunks(values: Array, kind: ElementType, block_size: int) -> Iterator[tuple[int, Array]]:
@@ -48,9 +48,9 @@ def native_chunks(values: Array, kind: ElementType, block_size: int) -> Iterator
         yield first, np.require(values[first * block_size : (first + step) * block_size], kind.dtype, ["C", "A"])
 
 
-def mark_blocks(chunk: Array, kind: ElementType, block_size: int, found: Array) -> None:
-    """Set `found[b]` for each block b of `chunk`, (elements,); a short last one is filled up with zeros."""
+def mark_blocks(chunk: Array, kind: ElementType, block_size: int, is_nonzero: Array) -> None:
+    """Set `is_nonzero[b]` for each block b of `chunk`, (elements,); a short last one is filled up with zeros."""
     if chunk.size % block_size:
         chunk = np.concatenate([chunk, np.zeros(-chunk.size % block_size, chunk.dtype)])
     words = chunk.view(np.uint64).reshape(-1, block_size * chunk.itemsize // 8)
-    nonzero_blocks(words, kind.zero_mask, found[: len(words)])
+    nonzero_blocks(words, kind.zero_mask, is_nonzero[: len(words)])

@@ -41,8 +41,8 @@ from omnireduce.kernels.regions import (
     BEGUN_AT,
     COLLECTED,
     COMBINED,
+    DESCRIPTOR_WORDS,
     DESCRIPTORS,
-    PLACE_WORDS,
     STAGED,
     SUMMED,
     anybody_sleeps,
@@ -57,18 +57,18 @@ from omnireduce.kernels.rows import count_rows, list_union, merge_rows, stage_nu
 YIELD_EVERY = 8  # fruitless looks between two offers of the processor to others
 # What a step did; from DONE on, that the caller has something to do. UNION_LISTED: more rows of it; WANTS: memory.
 WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, UNION_LISTED, SHOWN_ONE = range(8)
-DONE, DIFFERS, BROKEN, CALLED, WANTS = range(8, 13)
+DONE, DIFFERS, BROKEN, NEEDS_WAKE, NEEDS_MEMORY = range(8, 13)
 
 
 @inner
-def _note_who_was_last(state: Array, ints: Array) -> None:
+def _note_last_rank(state: Array, ints: Array) -> None:
     s = state[0]
     first = last = ints[BEGUN_AT + s["number"] % 2]
     for rank in range(s["ranks"]):
-        at = ints[rank * s["region_words"] + BEGUN_AT + s["number"] % 2]
-        first = min(first, at)
-        if at > last:
-            last, s["last"] = at, rank
+        began_at = ints[rank * s["region_words"] + BEGUN_AT + s["number"] % 2]
+        first = min(first, began_at)
+        if began_at > last:
+            last, s["last"] = began_at, rank
     s["late_ns"] = last - first
 
 
@@ -76,17 +76,17 @@ def _note_who_was_last(state: Array, ints: Array) -> None:
 def _agree(state: Array, ints: Array) -> int:
     """Compare the descriptors of all ranks; all have begun."""
     s = state[0]
-    place = DESCRIPTORS + s["number"] % 2 * PLACE_WORDS
-    mine = s["me"] * s["region_words"] + place
-    words = 1 + (ints[mine] + 7) // 8
+    offset = DESCRIPTORS + s["number"] % 2 * DESCRIPTOR_WORDS
+    own_descriptor = s["me"] * s["region_words"] + offset
+    words = 1 + (ints[own_descriptor] + 7) // 8
     for rank in range(s["ranks"]):
-        theirs = rank * s["region_words"] + place
+        other_descriptor = rank * s["region_words"] + offset
         for k in range(words):
-            if ints[theirs + k] != ints[mine + k]:
+            if ints[other_descriptor + k] != ints[own_descriptor + k]:
                 s["culprit"] = rank
                 return DIFFERS
     s["has_agreed"] = 1
-    _note_who_was_last(state, ints)
+    _note_last_rank(state, ints)
     return AGREED
 
 
@@ -104,10 +104,10 @@ def _has_to_show(state: Array, ints: Array) -> bool:
 def _has_free_slot(state: Array, ints: Array) -> bool:
     """Whether nobody needs any more what this rank has staged where the next chunk goes."""
     s = state[0]
-    before = s["staged"] - s["slots"]
+    oldest = s["staged"] - s["slots"]
     if s["shards"]:  # who combines puts the sum there, too
-        return bool(s["summed"] > before and lowest(ints, state, SUMMED) > s["base"] + before)
-    return bool(lowest(ints, state, COLLECTED) > s["base"] + before)
+        return bool(s["summed"] > oldest and lowest(ints, state, SUMMED) > s["base"] + oldest)
+    return bool(lowest(ints, state, COLLECTED) > s["base"] + oldest)
 
 
 @kernel
@@ -120,7 +120,7 @@ def next_step(state: Array, ints: Array) -> int:
     if s["has_agreed"]:
         chunk = s["collected"]
         if s["wants_room"]:
-            return WANTS
+            return NEEDS_MEMORY
         if chunk == s["chunks"]:
             return UNION_LISTED if s["is_listing"] else DONE
         if chunk < s["combined"] and lowest(ints, state, COMBINED) > base + chunk:
@@ -169,12 +169,14 @@ def _collect(state: Array, ints: Array, words: Array, target: Array, origin: int
 
 @spliced
 def _combine(
-    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, places: Array,
+    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, chunk: int, positions: Array,
     plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
 ) -> bool:  # fmt: skip
     """Combine this rank's part of a chunk. Returns whether the others' regions are in order."""
     s = state[0]
-    count = combine_part(state, ints, words, source, target, origin, chunk, places, plan, marked, notes, scratch, bits)
+    count = combine_part(
+        state, ints, words, source, target, origin, chunk, positions, plan, marked, notes, scratch, bits
+    )
     if count < 0:
         s["culprit"] = -1 - count
         return False
@@ -186,17 +188,19 @@ def _combine(
 
 
 @spliced
-def _take(
-    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, did: int, chunk: int,
-    places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
+def _take_step(
+    state: Array, ints: Array, words: Array, source: Array, target: Array, origin: int, outcome: int, chunk: int,
+    positions: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
 ) -> bool:  # fmt: skip
-    """Take the step `did` with a chunk. Returns whether the others' regions are in order."""
+    """Take the step `outcome` with a chunk. Returns whether the others' regions are in order."""
     s = state[0]
-    if did == COLLECTED_ONE:
+    if outcome == COLLECTED_ONE:
         return _collect(state, ints, words, target, origin, chunk)
-    if did == COMBINED_ONE:
-        return _combine(state, ints, words, source, target, origin, chunk, places, plan, marked, notes, scratch, bits)
-    if did == SHOWN_ONE:
+    if outcome == COMBINED_ONE:
+        return _combine(
+            state, ints, words, source, target, origin, chunk, positions, plan, marked, notes, scratch, bits
+        )
+    if outcome == SHOWN_ONE:
         s["shown_blocks"] += show_part(state, ints, words, target, origin, chunk, notes)
         return True
     _stage(state, ints, words, source, target, origin, chunk)
@@ -204,27 +208,27 @@ def _take(
 
 
 @inner
-def _chunk_and_counter(state: Array, did: int) -> tuple[int, int]:
-    """The chunk that the step `did` is about, and the counter that says it is taken."""
+def _chunk_and_counter(state: Array, outcome: int) -> tuple[int, int]:
+    """The chunk that the step `outcome` is about, and the counter that says it is taken."""
     s = state[0]
-    if did == STAGED_ONE:
+    if outcome == STAGED_ONE:
         return s["staged"], STAGED
-    if did == COLLECTED_ONE:
+    if outcome == COLLECTED_ONE:
         return s["collected"], COLLECTED
-    if did == COMBINED_ONE and s["shards"]:
+    if outcome == COMBINED_ONE and s["shards"]:
         return s["summed"], SUMMED
     return s["combined"], COMBINED
 
 
 @inner
-def _note(state: Array, line: int, chunks: int) -> None:
-    """Set the number of chunks that have taken the step `line`."""
+def _set_count(state: Array, counter_word: int, chunks: int) -> None:
+    """Set the number of chunks that have taken the step `counter_word`."""
     s = state[0]
-    if line == STAGED:
+    if counter_word == STAGED:
         s["staged"] = chunks
-    elif line == COLLECTED:
+    elif counter_word == COLLECTED:
         s["collected"] = chunks
-    elif line == SUMMED:
+    elif counter_word == SUMMED:
         s["summed"] = chunks
     else:
         s["combined"] = chunks
@@ -233,50 +237,50 @@ def _note(state: Array, line: int, chunks: int) -> None:
 @spliced
 def step(
     state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
-    places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
+    positions: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array,
 ) -> int:  # fmt: skip
     """Take one step, if the others' counters allow one. Returns which it was, or DIFFERS or BROKEN and the `culprit`.
 
     `ints`, `words`: the regions of all ranks, (ranks × region words,), as int64 and uint64. `source`, `target`: uint64
     (full blocks, words per block), and the short last block of each, filled up with zeros, (0 or 1, words per block);
     the same memory if the collective is `in_place`. `notes`: with several hosts, uint8 (blocks,), zeros at first, and
-    what is known of each block, as in `chunk`. The others are work space: `places`, `plan` and `marked`, int64 (3,
+    what is known of each block, as in `chunk`. The others are work space: `positions`, `plan` and `marked`, int64 (3,
     ranks), (BATCH, 1 + ranks) and (BATCH,); `scratch`, float32 (2, elements per block), and `bits`, the same memory as
     uint32.
     """
     s = state[0]
-    mine = s["me"] * s["region_words"]
-    did = next_step(state, ints)
-    if did in (WAITS, DONE):
-        return did
-    if did == BEGAN:
+    own_region = s["me"] * s["region_words"]
+    outcome = next_step(state, ints)
+    if outcome in (WAITS, DONE):
+        return outcome
+    if outcome == BEGAN:
         s["has_begun"] = 1
-        publish(ints, mine + BEGUN, s["number"] + 1)
-        return did
-    if did == AGREED:
+        publish(ints, own_region + BEGUN, s["number"] + 1)
+        return outcome
+    if outcome == AGREED:
         return _agree(state, ints)
-    chunk, line = _chunk_and_counter(state, did)
+    chunk, counter_word = _chunk_and_counter(state, outcome)
     origin = 0
     if is_tail(state, chunk):
         source, target, origin = source_tail, target_tail, s["full_blocks"]
-    is_fine = _take(
-        state, ints, words, source, target, origin, did, chunk, places, plan, marked, notes, scratch, bits
+    is_fine = _take_step(
+        state, ints, words, source, target, origin, outcome, chunk, positions, plan, marked, notes, scratch, bits
     )  # fmt: skip
     if not is_fine:
         return BROKEN
-    _note(state, line, chunk + 1)
-    publish(ints, mine + line, s["base"] + chunk + 1)
-    return did
+    _set_count(state, counter_word, chunk + 1)
+    publish(ints, own_region + counter_word, s["base"] + chunk + 1)
+    return outcome
 
 
 @inner
 def _agree_on_rows(state: Array, ints: Array, numbers: Array, lists: Array) -> int:
-    did = _agree(state, ints)
-    wrong = count_rows(state, ints, numbers, lists) if did == AGREED else -1
+    outcome = _agree(state, ints)
+    wrong = count_rows(state, ints, numbers, lists) if outcome == AGREED else -1
     if wrong >= 0:
         state[0]["culprit"] = wrong
         return BROKEN
-    return did
+    return outcome
 
 
 @inner
@@ -286,7 +290,7 @@ def _combine_rows(
 ) -> int:  # fmt: skip
     """Take the others' numbers of a chunk, or all ranks' rows."""
     s = state[0]
-    mine, chunk = s["me"] * s["region_words"], s["combined"]
+    own_region, chunk = s["me"] * s["region_words"], s["combined"]
     if chunk < s["number_chunks"]:
         wrong = take_numbers(state, ints, numbers, chunk, lists, listed)
         if wrong >= 0:
@@ -295,8 +299,8 @@ def _combine_rows(
     else:
         merge_rows(state, words, lists, listed, union, rows, result, chunk, plan, scratch, bits)
     s["summed"] = s["combined"] = s["collected"] = chunk + 1
-    for line in (SUMMED, COMBINED, COLLECTED):
-        publish(ints, mine + line, s["base"] + chunk + 1)
+    for counter_word in (SUMMED, COMBINED, COLLECTED):
+        publish(ints, own_region + counter_word, s["base"] + chunk + 1)
     return COMBINED_ONE
 
 
@@ -308,26 +312,26 @@ def step_with_rows(
     """`step` of a collective of rows: `numbers`, int64 (n,), ascending, and `rows`; the other arrays as in `rows`.
     WANTS: there is no room for `listed` and `union`, or, once the union is listed, for `result`."""
     s = state[0]
-    mine = s["me"] * s["region_words"]
-    did = next_step(state, ints)
-    if did == BEGAN:
+    own_region = s["me"] * s["region_words"]
+    outcome = next_step(state, ints)
+    if outcome == BEGAN:
         s["has_begun"] = 1
-        publish(ints, mine + BEGUN, s["number"] + 1)
-    elif did == AGREED:
+        publish(ints, own_region + BEGUN, s["number"] + 1)
+    elif outcome == AGREED:
         return _agree_on_rows(state, ints, numbers, lists)
-    elif did == UNION_LISTED:
+    elif outcome == UNION_LISTED:
         list_union(state, lists, listed, union)
-    elif did == COMBINED_ONE:
+    elif outcome == COMBINED_ONE:
         return _combine_rows(state, ints, words, numbers, lists, listed, union, rows, result, plan, scratch, bits)
-    elif did == STAGED_ONE:
+    elif outcome == STAGED_ONE:
         chunk = s["staged"]
         if chunk < s["number_chunks"]:
             stage_numbers(state, ints, numbers, chunk)
         else:
             stage_rows(state, words, lists, listed, union, rows, chunk)
         s["staged"] = chunk + 1
-        publish(ints, mine + STAGED, s["base"] + chunk + 1)
-    return did
+        publish(ints, own_region + STAGED, s["base"] + chunk + 1)
+    return outcome
 
 
 @kernel
@@ -344,50 +348,50 @@ def await_step(state: Array, ints: Array, looks: int) -> bool:
 @entry
 def run(
     state: Array, ints: Array, words: Array, source: Array, source_tail: Array, target: Array, target_tail: Array,
-    places: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array, called: Array, steps: int,
+    positions: Array, plan: Array, marked: Array, notes: Array, scratch: Array, bits: Array, woken: Array, steps: int,
     looks: int,
 ) -> int:  # fmt: skip
     """Take up to `steps` steps, until all are taken. Return earlier after `looks` looks in turn that allowed none, and
-    with CALLED when another rank sleeps, and its number in `called`, int64 (ranks,), is not the one of this sleep.
+    with CALLED when another rank sleeps, and its number in `woken`, int64 (ranks,), is not the one of this sleep.
 
     Returns what the last step did.
     """
-    fruitless, did = 0, WAITS
+    fruitless, outcome = 0, WAITS
     while steps > 0:
-        did = step(
-            state, ints, words, source, source_tail, target, target_tail, places, plan, marked, notes, scratch, bits
+        outcome = step(
+            state, ints, words, source, source_tail, target, target_tail, positions, plan, marked, notes, scratch, bits
         )
-        if did == WAITS:
+        if outcome == WAITS:
             fruitless += 1
             if fruitless >= looks:
-                return did
+                return outcome
             if fruitless % YIELD_EVERY == 0:
                 give_way()
             continue
-        if did >= DONE:
-            return did
+        if outcome >= DONE:
+            return outcome
         state[0]["taken"] += 1
-        if anybody_sleeps(state, ints, called):
-            return CALLED
+        if anybody_sleeps(state, ints, woken):
+            return NEEDS_WAKE
         fruitless, steps = 0, steps - 1
-    return did
+    return outcome
 
 
 @entry
 def run_with_rows(
     state: Array, ints: Array, words: Array, numbers: Array, lists: Array, listed: Array, union: Array, rows: Array,
-    result: Array, plan: Array, scratch: Array, bits: Array, called: Array, steps: int, looks: int,
+    result: Array, plan: Array, scratch: Array, bits: Array, woken: Array, steps: int, looks: int,
 ) -> int:  # fmt: skip
     """`run` of a collective of rows; see `step_with_rows`."""
-    did = WAITS
+    outcome = WAITS
     while steps > 0:
         if not await_step(state, ints, looks):
             return WAITS
-        did = step_with_rows(state, ints, words, numbers, lists, listed, union, rows, result, plan, scratch, bits)
-        if did >= DONE:
-            return did
+        outcome = step_with_rows(state, ints, words, numbers, lists, listed, union, rows, result, plan, scratch, bits)
+        if outcome >= DONE:
+            return outcome
         state[0]["taken"] += 1
-        if anybody_sleeps(state, ints, called):
-            return CALLED
+        if anybody_sleeps(state, ints, woken):
+            return NEEDS_WAKE
         steps -= 1
-    return did
+    return outcome

@@ -115,7 +115,7 @@ def _select(d: Array, a: Array, b: Array) -> None:
 
 
 @inner
-def _alone(operation: int, d: Array, scalar: float) -> None:  # noqa: C901  a branch for each
+def _run_on_one_array(operation: int, d: Array, scalar: float) -> None:  # noqa: C901  a branch for each
     """An instruction that has one array."""
     if operation == FILL:
         for i in range(d.size):
@@ -174,21 +174,21 @@ def _sum_of(d: Array, valid: int) -> float:
 
 
 @inlined
-def _operand(number: int, block: Array, registers: Array, kept: Array) -> Array:
+def _operand(number: int, block: Array, registers: Array, stored: Array) -> Array:
     """The array that an instruction names: register 0 is `block`."""
     if number >= FIRST_COLUMN:
-        return span_of(kept, (number - FIRST_COLUMN) * block.size, block.size)
+        return span_of(stored, (number - FIRST_COLUMN) * block.size, block.size)
     if number > 0:
         return row_of(registers, number)
     return block
 
 
 @inlined
-def _scalar(scalars: Array, at: int) -> float:
-    """Scalar `at`. Operations without scalars call this, too, perhaps with an index behind the last, and do not use the
-    result."""
-    found: float = scalars[min(at, scalars.size - 1)]
-    return found
+def _scalar(scalars: Array, index: int) -> float:
+    """Scalar `index`. Operations without scalars call this, too, perhaps with an index behind the last, and do not use
+    the result."""
+    scalar: float = scalars[min(index, scalars.size - 1)]
+    return scalar
 
 
 @inlined
@@ -196,51 +196,51 @@ def _run(
     code: Array,
     scalars: Array,
     block: Array,
-    kept: Array,
-    later: Array,
+    stored: Array,
+    next_stored: Array,
     registers: Array,
     totals: Array,
     columns: int,
     valid: int,
 ) -> None:
-    """Run a program on one block. `kept`: what the state keeps for it; `later`: for the next one, which is fetched
-    meanwhile, a share with each instruction: all at once would be more than the processor takes."""
-    fetched, share = 0, (later.size // LINE // max(1, code.shape[0]) + 1) * LINE
+    """Run a program on one block. `stored`: what the state keeps for it; `next_stored`: for the next one, which is
+    fetched meanwhile, a share with each instruction: all at once would be more than the processor takes."""
+    fetched, share = 0, (next_stored.size // LINE // max(1, code.shape[0]) + 1) * LINE
     for at in range(code.shape[0]):
-        for i in range(fetched, min(fetched + share, later.size), LINE):
-            prefetch_to_write(later, i)
+        for i in range(fetched, min(fetched + share, next_stored.size), LINE):
+            prefetch_to_write(next_stored, i)
         fetched += share
         operation, third = code[at, 0], code[at, 3]
-        d = _operand(code[at, 1], block, registers, kept)
+        d = _operand(code[at, 1], block, registers, stored)
         s, t = _scalar(scalars, third), _scalar(scalars, third + 1)
         if operation == MOMENTS:
-            e, a = _operand(code[at, 1] + 1, block, registers, kept), _operand(code[at, 2], block, registers, kept)
+            e, a = _operand(code[at, 1] + 1, block, registers, stored), _operand(code[at, 2], block, registers, stored)
             _moments(d, e, a, s, t, _scalar(scalars, third + 2), _scalar(scalars, third + 3))
         elif operation == ROOT_STEP:
-            a, b = _operand(code[at, 2], block, registers, kept), _operand(code[at, 2] + 1, block, registers, kept)
+            a, b = _operand(code[at, 2], block, registers, stored), _operand(code[at, 2] + 1, block, registers, stored)
             _root_step(d, a, b, s, t, _scalar(scalars, third + 2))
         elif operation < ADD_SCALED:
-            _with_operand(operation, d, _operand(code[at, 2], block, registers, kept))
+            _with_operand(operation, d, _operand(code[at, 2], block, registers, stored))
         elif operation < SELECT:
-            _mixed(operation, d, _operand(code[at, 2], block, registers, kept), s, t)
+            _mixed(operation, d, _operand(code[at, 2], block, registers, stored), s, t)
         elif operation == SELECT:
-            other = _operand(third, block, registers, kept)
-            _select(d, _operand(code[at, 2], block, registers, kept), other)
+            other = _operand(third, block, registers, stored)
+            _select(d, _operand(code[at, 2], block, registers, stored), other)
         elif operation < BLOCK_SUM:
-            _alone(operation, d, s)
+            _run_on_one_array(operation, d, s)
         else:
-            _with_numbers(operation, d, kept, columns * block.size + third, totals, third, valid)
+            _with_numbers(operation, d, stored, columns * block.size + third, totals, third, valid)
 
 
 @inner
-def _with_numbers(operation: int, d: Array, kept: Array, cell: int, totals: Array, total: int, valid: int) -> None:
+def _with_numbers(operation: int, d: Array, stored: Array, cell: int, totals: Array, total: int, valid: int) -> None:
     """An instruction that has an array and one number."""
     if operation == BLOCK_SUM:
-        _alone(FILL, d, d.dtype.type(_sum_of(d, valid)))
+        _run_on_one_array(FILL, d, d.dtype.type(_sum_of(d, valid)))
     elif operation == LOAD_CELL:
-        _alone(FILL, d, kept[cell])
+        _run_on_one_array(FILL, d, stored[cell])
     elif operation == STORE_CELL:
-        kept[cell] = d[0]
+        stored[cell] = d[0]
     else:
         totals[total] += _sum_of(d, valid)
 
@@ -273,16 +273,16 @@ def run_on_blocks(
     size, last, bits = out.shape[1], out.shape[0] - 1, out.view(np.int32)
     for k in range(out.shape[0]):
         block, part = row_of(out, k), row_of(parts, k)
-        kept = row_of(state, _index_in_shard(numbers[k], shards, stripe_blocks))
-        later = row_of(state, _index_in_shard(numbers[min(k + 1, last)], shards, stripe_blocks))
-        if _is_there(part):
+        stored = row_of(state, _index_in_shard(numbers[k], shards, stripe_blocks))
+        next_stored = row_of(state, _index_in_shard(numbers[min(k + 1, last)], shards, stripe_blocks))
+        if _has_part(part):
             reduce_block(op, arena, part, block, block, divisor)
         else:
             block[:] = 0
         _drop_denormals(row_of(bits, k))
         valid = min(size, elements - numbers[k] * size)
         mode = flush_denormals()
-        _run(code, scalars, block, kept, later, registers, totals, columns, valid)
+        _run(code, scalars, block, stored, next_stored, registers, totals, columns, valid)
         restore_mode(mode)
 
 
@@ -294,7 +294,7 @@ def _drop_denormals(bits: Array) -> None:
 
 
 @inlined
-def _is_there(part: Array) -> bool:
+def _has_part(part: Array) -> bool:
     """Whether any rank has brought the block."""
     present = 0
     for r in range(part.size):

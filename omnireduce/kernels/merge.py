@@ -6,11 +6,11 @@ from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import inner, kernel
 
 ABSENT = -1  # in `parts`: this rank's block is zero
-SOLE_SHIFT = 48  # above it in a result's index: 1 + the only contributor, or 0
+MARK_SHIFT = 48  # above it in a result's index: 1 + the only contributor, or 0
 
 
 @inner
-def _fitting(indices: Array, low: int, high: int, shard: int, shards: int, stripe_blocks: int) -> int:
+def _valid_count(indices: Array, low: int, high: int, shard: int, shards: int, stripe_blocks: int) -> int:
     """The number of the first `indices` that ascend strictly, lie in [low, high) and are in stripes of `shard`."""
     previous, stop = low - 1, 0  # of a stripe of this shard
     for k in range(indices.size):
@@ -27,15 +27,15 @@ def _fitting(indices: Array, low: int, high: int, shard: int, shards: int, strip
 
 
 @kernel
-def admit_indices(shared: Array, low: int, high: int, shard: int, shards: int, stripe_blocks: int, own: Array) -> int:
-    """Copy `shared` (int64, possibly still writable by the peer) to `own`, then check the copy.
+def admit_indices(shared: Array, low: int, high: int, shard: int, shards: int, stripe_blocks: int, copy: Array) -> int:
+    """Copy `shared` (int64, possibly still writable by the peer) to `copy`, then check the copy.
 
     Returns how many of the first indices ascend strictly, lie in [low, high), where `low` is not negative, and are in
     stripes of `shard`: all, if none is wrong.
     """
     for k in range(shared.size):
-        own[k] = shared[k]
-    return _fitting(own, low, high, shard, shards, stripe_blocks)
+        copy[k] = shared[k]
+    return _valid_count(copy, low, high, shard, shards, stripe_blocks)
 
 
 @kernel
@@ -47,7 +47,7 @@ def admit_marked(
     shard: int,
     shards: int,
     stripe_blocks: int,
-    own: Array,
+    copy: Array,
     unchanged: Array,
 ) -> int:
     """As `admit_indices`, for indices of a result, which say of a block who alone brought it.
@@ -56,9 +56,9 @@ def admit_marked(
     """
     for k in range(shared.size):
         marked = shared[k]
-        own[k] = marked & ((1 << SOLE_SHIFT) - 1)
-        unchanged[k] = marked >> SOLE_SHIFT == rank + 1
-    return _fitting(own, low, high, shard, shards, stripe_blocks)
+        copy[k] = marked & ((1 << MARK_SHIFT) - 1)
+        unchanged[k] = marked >> MARK_SHIFT == rank + 1
+    return _valid_count(copy, low, high, shard, shards, stripe_blocks)
 
 
 @kernel
@@ -71,16 +71,17 @@ def plan_union(
     watermark: int,
     out_indices: Array,
     parts: Array,
-    mark_sole: bool,
-    soles: Array,
+    marks_single_sender: bool,
+    single_sender_counts: Array,
 ) -> int:
     """Walk the ranks' ascending `indices` below `watermark` and list their union.
 
     `indices`: int64 (ranks, capacity), `position`, `count`: int64 (ranks,), the unread part of each rank's message;
-    `position` advances. `start`: int64 (ranks,), where the message's first block begins in the arena, in elements.
-    For each block in the union, its number goes to `out_indices` (entries,) and to `parts` (entries or more, ranks)
-    where each rank's block begins, or ABSENT. With `mark_sole` a number is marked where one rank alone contributed, and
-    counted in `soles`, int64 (ranks,). Stops when `out_indices` is full. Returns the number of entries.
+    `position` advances. `start`: int64 (ranks,), where the message's first block begins in the arena, in elements. For
+    each block in the union, its number goes to `out_indices` (entries,) and to `parts` (entries or more, ranks) where
+    each rank's block begins, or ABSENT. With `marks_single_sender` a number is marked where one rank alone contributed,
+    and counted in `single_sender_counts`, int64 (ranks,). Stops when `out_indices` is full. Returns the number of
+    entries.
     """
     ranks, written = indices.shape[0], 0
     while written < out_indices.size:
@@ -99,11 +100,11 @@ def plan_union(
                 last = r
             else:
                 parts[written, r] = ABSENT
-        sole = 0
-        if mark_sole and present == 1:
-            sole = last + 1
-            soles[last] += 1
-        out_indices[written] = block | sole << SOLE_SHIFT
+        mark = 0
+        if marks_single_sender and present == 1:
+            mark = last + 1
+            single_sender_counts[last] += 1
+        out_indices[written] = block | mark << MARK_SHIFT
         written += 1
     return written
 
@@ -148,10 +149,10 @@ def leave_out(marked: Array, rank: int, rows: Array, out: Array) -> None:
 
     `rows`, `out`: uint8 (indices or more, block bytes).
     """
-    at = 0
+    written = 0
     for k in range(marked.size):
-        if marked[k] >> SOLE_SHIFT != rank + 1:
-            row, copy = rows[k], out[at]
+        if marked[k] >> MARK_SHIFT != rank + 1:
+            row, copy = rows[k], out[written]
             for i in range(row.size):
                 copy[i] = row[i]
-            at += 1
+            written += 1

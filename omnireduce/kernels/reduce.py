@@ -104,18 +104,18 @@ def _finish(op: int, total: Array, present: int, ranks: int, divisor: int) -> No
 
 
 @inner
-def _product(total: Array, arena: Array, part: Array, own: Array) -> None:
+def _product(total: Array, arena: Array, part: Array, own_block: Array) -> None:
     """The product with absent blocks as zeros, each in its place: factors that overflow after a zero give 0."""
     zero = total.dtype.type(0)  # as in _finish
     total[:] = 1
     for r in range(part.size):
-        at = part[r]
+        offset = part[r]
         for i in range(total.size):
             factor = zero
-            if at >= 0:
-                factor = arena[at + i]
-            elif at == OWN:
-                factor = own[i]
+            if offset >= 0:
+                factor = arena[offset + i]
+            elif offset == OWN:
+                factor = own_block[i]
             total[i] *= factor
 
 
@@ -126,28 +126,28 @@ def _copy(block: Array, total: Array) -> None:
 
 
 @inlined
-def reduce_block(op: int, arena: Array, part: Array, own: Array, total: Array, divisor: int) -> None:
+def reduce_block(op: int, arena: Array, part: Array, own_block: Array, total: Array, divisor: int) -> None:
     """Reduce the block of each rank into `total`. A mean is their sum, divided by `divisor`.
 
-    `part`: int64 (ranks,), offsets into `arena`, or OWN for the block `own`, or ABSENT. One is there at least. `arena`,
-    (elements,), `own` and `total`, (block size,), are of the reduced type.
+    `part`: int64 (ranks,), offsets into `arena`, or OWN for the block `own_block`, or ABSENT. One is there at least.
+    `arena`, (elements,), `own_block` and `total`, (block size,), are of the reduced type.
     """
     ranks, present, first = part.size, 0, OWN
     for r in range(ranks):
-        at = part[r]
-        if at == ABSENT:
+        offset = part[r]
+        if offset == ABSENT:
             continue
         if present == 0:
-            first = at
+            first = offset
         elif present == 1:
-            _combine(op, total, span_or(arena, first, own), span_or(arena, at, own))
+            _combine(op, total, span_or(arena, first, own_block), span_or(arena, offset, own_block))
         else:
-            _accumulate(op, total, span_or(arena, at, own))
+            _accumulate(op, total, span_or(arena, offset, own_block))
         present += 1
     if present == 1:
-        _copy(span_or(arena, first, own), total)
+        _copy(span_or(arena, first, own_block), total)
     if op == PROD and present < ranks:
-        _product(total, arena, part, own)
+        _product(total, arena, part, own_block)
     elif op != SUM:
         _finish(op, total, present, ranks, divisor)
 
@@ -159,7 +159,7 @@ def reduce_blocks(op: int, arena: Array, parts: Array, out: Array, divisor: int)
     `arena`: (elements,) of the reduced type; `out`: (entries, block size). `divisor` as in `reduce_block`.
     """
     for k in range(parts.shape[0]):
-        out_row = row_of(out, k)  # also as `own`, for which no part stands
+        out_row = row_of(out, k)  # also as `own_block`, for which no part stands
         reduce_block(op, arena, row_of(parts, k), out_row, out_row, divisor)
 
 
@@ -207,19 +207,27 @@ def encode_half(brain: bool, values: Array, bits: Array, stored: Array) -> None:
 
 @inner
 def reduce_half_block(
-    op: int, brain: bool, arena: Array, part: Array, own: Array, total: Array, scratch: Array, bits: Array, divisor: int
+    op: int,
+    brain: bool,
+    arena: Array,
+    part: Array,
+    own_block: Array,
+    total: Array,
+    scratch: Array,
+    bits: Array,
+    divisor: int,
 ) -> None:
     """`reduce_block` for float16 (or bfloat16 when `brain`): summed in float32, rounded once.
 
-    `arena`, `own`, `total`: uint16; `scratch`: float32 (2, block size), and `bits` the same memory as uint32.
+    `arena`, `own_block`, `total`: uint16; `scratch`: float32 (2, block size), and `bits` the same memory as uint32.
     """
     size, present = total.size, 0
     for r in range(part.size):
-        at, row = part[r], min(present, 1)
-        if at >= 0:
-            decode_half(brain, span_of(arena, at, size), row_of(scratch, row), row_of(bits, row))
-        elif at == OWN:
-            decode_half(brain, own, row_of(scratch, row), row_of(bits, row))
+        offset, row = part[r], min(present, 1)
+        if offset >= 0:
+            decode_half(brain, span_of(arena, offset, size), row_of(scratch, row), row_of(bits, row))
+        elif offset == OWN:
+            decode_half(brain, own_block, row_of(scratch, row), row_of(bits, row))
         elif op == PROD:
             scratch[row, :] = 0
         else:

@@ -36,11 +36,11 @@ def _named(storage: str, function: Reducer) -> Reducer:
 def _reducer_of(storage: str) -> Reducer:
     kind = np.dtype(storage).type
 
-    def reduce(op: int, arena: Array, plan: Array, own: Array, out: Array, scratch: Array, bits: Array) -> None:
-        elements, mine, sums, ranks = arena.view(kind), own.view(kind), out.view(kind), plan.shape[1] - 1
+    def reduce(op: int, arena: Array, plan: Array, own_blocks: Array, out: Array, scratch: Array, bits: Array) -> None:
+        elements, own_elements, sums, ranks = arena.view(kind), own_blocks.view(kind), out.view(kind), plan.shape[1] - 1
         for k in range(plan.shape[0]):
             part = span_of(row_of(plan, k), 1, ranks)
-            reduce_block(op, elements, part, row_of(mine, plan[k, 0]), row_of(sums, k), ranks)
+            reduce_block(op, elements, part, row_of(own_elements, plan[k, 0]), row_of(sums, k), ranks)
 
     return _named(storage, reduce)
 
@@ -48,11 +48,11 @@ def _reducer_of(storage: str) -> Reducer:
 def _half_reducer_of(storage: str) -> Reducer:
     is_brain = storage == "bfloat16"
 
-    def reduce(op: int, arena: Array, plan: Array, own: Array, out: Array, scratch: Array, bits: Array) -> None:
-        halves, mine, sums = arena.view(np.uint16), own.view(np.uint16), out.view(np.uint16)
+    def reduce(op: int, arena: Array, plan: Array, own_blocks: Array, out: Array, scratch: Array, bits: Array) -> None:
+        halves, own_elements, sums = arena.view(np.uint16), own_blocks.view(np.uint16), out.view(np.uint16)
         ranks = plan.shape[1] - 1
         for k in range(plan.shape[0]):
-            part, my_row = span_of(row_of(plan, k), 1, ranks), row_of(mine, plan[k, 0])
+            part, my_row = span_of(row_of(plan, k), 1, ranks), row_of(own_elements, plan[k, 0])
             reduce_half_block(op, is_brain, halves, part, my_row, row_of(sums, k), scratch, bits, ranks)
 
     return _named(storage, reduce)
@@ -68,20 +68,28 @@ def reducer_of(storage: int) -> int:
 
 
 def reduce_at(
-    address: int, op: int, arena: Array, plan: Array, own: Array, out: Array, scratch: Array, bits: Array
+    address: int, op: int, arena: Array, plan: Array, own_blocks: Array, out: Array, scratch: Array, bits: Array
 ) -> None:
     """Call the reducer at `address`: reduce one block for each row of `plan`, int64 (entries, 1 + ranks).
 
-    A row has the row of `own` that OWN stands for, and then the `part` of `reduce_block`, in elements of `arena`.
-    `arena`: uint8 (bytes,); `own`: uint8 (blocks, block bytes); `out`: uint8 (entries, block bytes). `scratch`, `bits`:
-    as in `reduce_half_block`; other reducers do not use them.
+    A row has the row of `own_blocks` that OWN stands for, and then the `part` of `reduce_block`, in elements of
+    `arena`. `arena`: uint8 (bytes,); `own_blocks`: uint8 (blocks, block bytes); `out`: uint8 (entries, block bytes).
+    `scratch`, `bits`: as in `reduce_half_block`; other reducers do not use them.
     """
-    REDUCERS[address](op, arena, plan, own, out, scratch, bits)
+    REDUCERS[address](op, arena, plan, own_blocks, out, scratch, bits)
 
 
 @intrinsic
 def _call(
-    typing_context: Any, address: Any, op: Any, arena: Any, plan: Any, own: Any, out: Any, scratch: Any, bits: Any
+    typing_context: Any,
+    address: Any,
+    op: Any,
+    arena: Any,
+    plan: Any,
+    own_blocks: Any,
+    out: Any,
+    scratch: Any,
+    bits: Any,
 ) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(context.get_value_type(numba.void), [context.get_value_type(each) for each in TYPES])
@@ -93,9 +101,9 @@ def _call(
 
 @overload(reduce_at, strict=False)
 def _compile_reduce_at(
-    address: Any, op: Any, arena: Any, plan: Any, own: Any, out: Any, scratch: Any, bits: Any
+    address: Any, op: Any, arena: Any, plan: Any, own_blocks: Any, out: Any, scratch: Any, bits: Any
 ) -> Any:
     emit: Any = _call
-    return lambda address, op, arena, plan, own, out, scratch, bits: emit(
-        address, op, arena, plan, own, out, scratch, bits
+    return lambda address, op, arena, plan, own_blocks, out, scratch, bits: emit(
+        address, op, arena, plan, own_blocks, out, scratch, bits
     )

@@ -17,34 +17,44 @@ from omnireduce.kernels.instructions import LINE_BYTES, counter, publish
 
 LINE = LINE_BYTES // 8  # words
 EXTRA_WORDS = 128  # room for one descriptor
-PLACE_WORDS = 2 + EXTRA_WORDS  # what a rank says of a collective: the length of its descriptor, in bytes, and these
-ROWS_AT = PLACE_WORDS - 1  # behind them how many rows the rank brings
-# Where a region has its counters, in words: each on a cache line of its own.
+# A rank's description of a collective: the length of its descriptor in bytes, the descriptor, the number of its rows
+DESCRIPTOR_WORDS = 2 + EXTRA_WORDS
+ROWS_AT = DESCRIPTOR_WORDS - 1  # the word with the number of rows that the rank brings
+# The positions of the counters in a region, in words: each counter has its own cache line.
 BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT, SUMMED, COMPILED = (line * LINE for line in range(8))
 # COMPILED is no counter: when the rank last said that it compiles kernels, in nanoseconds; 0: never.
 BEGUN_AT = BEGUN + 1  # two words: when the rank began this collective and the one before, in nanoseconds
 DESCRIPTORS = 8 * LINE  # two places: the next collective has the other one
-SLOTS = DESCRIPTORS + 2 * PLACE_WORDS + 4  # the first slot, at a cache line
-STORAGES = ("float32", "float64", "int8", "int16", "int32", "int64", "float16", "bfloat16")  # how elements are added
+SLOTS = DESCRIPTORS + 2 * DESCRIPTOR_WORDS + 4  # the first slot, at a cache line
+STORAGES = (
+    "float32",
+    "float64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+)  # the types in which elements are added
 FLOAT32, FLOAT64, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16 = range(len(STORAGES))
 
 STATE = np.dtype(
     [
         (name, np.int64)
         for name in (
-            "me", "ranks", "slots", "region_words", "slot_words",  # of the group
-            "number", "base",  # of the collective; chunks in all collectives before it
+            "me", "ranks", "slots", "region_words", "slot_words",  # the group
+            "number", "base",  # the number of the collective; the chunks of all collectives before it
             "may_begin", "has_begun", "has_agreed",  # may_begin: no shard owes this rank rows to pass on
-            "chunks", "staged", "combined", "collected",  # of these chunks so far
-            "full_blocks", "tail_blocks", "chunk_blocks", "indices", "rows",  # where a slot has what
-            "width", "size",  # of a block, in words and in elements
+            "chunks", "staged", "combined", "collected",  # chunks; those that have taken each step so far
+            "full_blocks", "tail_blocks", "chunk_blocks", "indices", "rows",  # blocks; places in a slot
+            "width", "size",  # the length of a block in words and in elements
             "in_place", "silent", "storage", "op", "reducer", "is_dense",  # reducer: its address
             "staged_blocks", "own_blocks", "result_blocks", "collected_blocks",  # so far
             "taken",  # steps
-            "last", "late_ns", "culprit",  # who began last, how long after the first; whose region is not in order
-            "number_chunks", "is_listing", "wants_room", "union", "staged_rows",  # of rows; see `rows`
-            "row_shards",  # which deal the sums of rows that this rank sends; 0: it needs all sums
-            "shards", "stripe_blocks",  # of several hosts, which deal stripes to shards; no shards: there is one host
+            "last", "late_ns", "culprit",  # the last rank to begin, its delay; the rank with a wrong region
+            "number_chunks", "is_listing", "wants_room", "union", "staged_rows",  # fields for rows; see `rows`
+            "row_shards",  # they deal the sums of rows that this rank sends; 0: it needs all sums
+            "shards", "stripe_blocks",  # they deal stripes to shards; 0 shards: there is one host
             "summed", "shown_blocks",  # chunks of which this rank has summed its part, blocks that it has shown
             "arrived",  # below this block the sums of all hosts are there
         )
@@ -54,13 +64,13 @@ STATE = np.dtype(
 
 
 @inner
-def lowest(ints: Array, state: Array, line: int) -> int:
+def lowest(ints: Array, state: Array, counter_word: int) -> int:
     """The lowest of a counter of the other ranks."""
     s = state[0]
     low = (1 << 63) - 1
     for rank in range(s["ranks"]):
         if rank != s["me"]:
-            low = min(low, counter(ints, rank * s["region_words"] + line))
+            low = min(low, counter(ints, rank * s["region_words"] + counter_word))
     return low
 
 
@@ -128,17 +138,17 @@ def result_slot_of(state: Array, rank: int, chunk: int) -> int:
     """The place of the slot for the result of a chunk in the region of `rank`. With several hosts a result comes much
     later than what is staged, and has separate slots."""
     s = state[0]
-    behind = s["slots"] * s["slot_words"] if s["shards"] else 0
-    return slot_of(state, rank, chunk) + behind
+    offset = s["slots"] * s["slot_words"] if s["shards"] else 0
+    return slot_of(state, rank, chunk) + offset
 
 
 @kernel
-def anybody_sleeps(state: Array, ints: Array, called: Array) -> bool:
+def anybody_sleeps(state: Array, ints: Array, woken: Array) -> bool:
     """Whether another rank sleeps that was not called since it fell asleep: odd numbers are sleeps."""
     s = state[0]
     for rank in range(s["ranks"]):
         sleep = counter(ints, rank * s["region_words"] + ASLEEP)
-        if sleep % 2 == 1 and sleep != called[rank] and rank != s["me"]:
+        if sleep % 2 == 1 and sleep != woken[rank] and rank != s["me"]:
             return True
     return False
 

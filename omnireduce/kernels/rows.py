@@ -15,12 +15,12 @@ from omnireduce.kernels.instructions import counter
 from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import OWN, SUM
 from omnireduce.kernels.reducers import reduce_at
-from omnireduce.kernels.regions import DESCRIPTORS, FLOAT16, PLACE_WORDS, ROWS_AT, is_needed, slot_of
+from omnireduce.kernels.regions import DESCRIPTOR_WORDS, DESCRIPTORS, FLOAT16, ROWS_AT, is_needed, slot_of
 
 # Of `lists`: where a rank's numbers begin and end, behind those listed so far, which row is to be merged next,
 # and where its row 0 would be, were all rows in the slot of this chunk: in elements of all regions.
-FIRST, STOP, LISTED_SO_FAR, MERGED, PLACE = range(5)
-AT_ONCE = 1 << 16  # rows of the union that one step lists
+FIRST, STOP, LISTED_SO_FAR, MERGED, SLOT_ORIGIN = range(5)
+ROWS_PER_STEP = 1 << 16  # rows of the union that one step lists
 NO_NUMBER = (1 << 63) - 1
 
 
@@ -28,11 +28,11 @@ NO_NUMBER = (1 << 63) - 1
 def count_rows(state: Array, ints: Array, numbers: Array, lists: Array) -> int:
     """Note in `lists` how many rows each rank brings. Returns -1, or the rank whose count cannot be."""
     s = state[0]
-    place, total, longest = DESCRIPTORS + s["number"] % 2 * PLACE_WORDS, 0, 1
+    descriptor_at, total, longest = DESCRIPTORS + s["number"] % 2 * DESCRIPTOR_WORDS, 0, 1
     for rank in range(s["ranks"]):
         count = numbers.size
         if rank != s["me"]:
-            count = counter(ints, rank * s["region_words"] + place + ROWS_AT)  # once: it may change
+            count = counter(ints, rank * s["region_words"] + descriptor_at + ROWS_AT)  # once: it may change
         if count < 0 or count > s["full_blocks"]:
             return rank
         lists[:, rank] = total
@@ -58,9 +58,9 @@ def take_numbers(state: Array, ints: Array, numbers: Array, chunk: int, lists: A
     """Copy the numbers of a chunk of all ranks. Returns -1, or the rank whose numbers do not ascend or are out of
     range."""
     s = state[0]
-    own, first = lists[FIRST, s["me"]], chunk * s["slot_words"]
+    own_start, first = lists[FIRST, s["me"]], chunk * s["slot_words"]
     for k in range(first, min(first + s["slot_words"], numbers.size)):
-        listed[own + k] = numbers[k]
+        listed[own_start + k] = numbers[k]
     for rank in range(s["ranks"]):
         if rank == s["me"]:
             continue
@@ -79,7 +79,7 @@ def take_numbers(state: Array, ints: Array, numbers: Array, chunk: int, lists: A
 def list_union(state: Array, lists: Array, listed: Array, union: Array) -> None:
     """List the next rows of the union, up to AT_ONCE."""
     s = state[0]
-    for count in range(s["union"], s["union"] + AT_ONCE):
+    for count in range(s["union"], s["union"] + ROWS_PER_STEP):
         low, first = NO_NUMBER, -1
         for rank in range(s["ranks"]):
             at = lists[LISTED_SO_FAR, rank]
@@ -111,9 +111,9 @@ def stage_rows(state: Array, words: Array, lists: Array, listed: Array, union: A
     s = state[0]
     at = slot_of(state, s["me"], chunk) * 8
     last = union[_chunk_of_union(state, chunk)[1] - 1]
-    start, mine = s["staged_rows"], listed[lists[FIRST, s["me"]] : lists[STOP, s["me"]]]
+    start, own_numbers = s["staged_rows"], listed[lists[FIRST, s["me"]] : lists[STOP, s["me"]]]
     stop = start
-    while stop < mine.size and mine[stop] <= last:
+    while stop < own_numbers.size and own_numbers[stop] <= last:
         stop += 1
     width = rows.shape[1]
     source = rows.reshape(-1)[start * width : stop * width]
@@ -139,12 +139,12 @@ def merge_rows(
     """Combine all ranks' rows of a chunk into the result, as far as this rank needs them."""
     s = state[0]
     width, planned = rows.shape[1], 0
-    staged, own, sums = words.view(np.uint8), rows.reshape(-1), result.reshape(-1)
+    staged, own_rows, sums = words.view(np.uint8), rows.reshape(-1), result.reshape(-1)
     may_copy = s["op"] == SUM and s["storage"] < FLOAT16  # then what one rank alone brings is the sum
     first, stop = _chunk_of_union(state, chunk)
     for rank in range(s["ranks"]):
         slot = slot_of(state, rank, chunk) * 8 // (width // s["size"])
-        lists[PLACE, rank] = slot - lists[MERGED, rank] * s["size"]
+        lists[SLOT_ORIGIN, rank] = slot - lists[MERGED, rank] * s["size"]
     for row in range(first, stop):
         collected = s["collected_blocks"]
         present, last = _find_row(state, lists, listed, union[row], plan[planned])
@@ -153,17 +153,17 @@ def merge_rows(
         is_planned = not is_copied and not is_left_out
         planned += is_planned
         if planned and (not is_planned or planned == plan.shape[0] or row + 1 == stop):
-            behind = row + is_planned
-            out = result[behind - planned : behind]
+            end = row + is_planned
+            out = result[end - planned : end]
             reduce_at(s["reducer"], s["op"], staged, plan[:planned], rows, out, scratch, bits)
             planned = 0
         if is_left_out:
             s["collected_blocks"] = collected
             continue
         if is_copied and last == s["me"]:
-            _copy(own, (lists[MERGED, last] - 1 - lists[FIRST, last]) * width, sums, row * width, width)
+            _copy(own_rows, (lists[MERGED, last] - 1 - lists[FIRST, last]) * width, sums, row * width, width)
         elif is_copied:
-            at = lists[PLACE, last] + (lists[MERGED, last] - 1) * s["size"]
+            at = lists[SLOT_ORIGIN, last] + (lists[MERGED, last] - 1) * s["size"]
             _copy(staged, at * (width // s["size"]), sums, row * width, width)
 
 
@@ -175,14 +175,14 @@ def _find_row(state: Array, lists: Array, listed: Array, number: int, part: Arra
     present, last = 0, 0
     part[0] = 0
     for rank in range(s["ranks"]):
-        at, place = lists[MERGED, rank], ABSENT
+        at, offset = lists[MERGED, rank], ABSENT
         if at < lists[STOP, rank] and listed[at] == number:
             lists[MERGED, rank] = at + 1
             present, last = present + 1, rank
             if rank == s["me"]:
-                part[0], place = at - lists[FIRST, rank], OWN
+                part[0], offset = at - lists[FIRST, rank], OWN
             else:
-                place = lists[PLACE, rank] + at * s["size"]
+                offset = lists[SLOT_ORIGIN, rank] + at * s["size"]
                 s["collected_blocks"] += 1
-        part[1 + rank] = place
+        part[1 + rank] = offset
     return present, last

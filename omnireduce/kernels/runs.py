@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import kernel
-from omnireduce.kernels.merge import SOLE_SHIFT
+from omnireduce.kernels.merge import MARK_SHIFT
 
-NUMBER = (1 << SOLE_SHIFT) - 1  # the bits of an index that are its block number
+NUMBER = (1 << MARK_SHIFT) - 1  # the bits of an index that are its block number
 
 
 @kernel
@@ -15,49 +15,49 @@ def list_runs(indices: Array, shards: int, stripe_blocks: int, runs: Array) -> i
 
     `indices`: int64 (n,), ascending, of one shard of `shards`; `runs`: int64 (n // 2 or more, 2).
     """
-    most = (indices.size - 1) // 2
-    gap = (shards - 1) * stripe_blocks  # of others between two stripes
-    found, expected = 0, -1
+    max_runs = (indices.size - 1) // 2
+    gap = (shards - 1) * stripe_blocks  # blocks of other shards between two stripes
+    count, expected = 0, -1
     for k in range(indices.size):
         index = indices[k]
-        if found == 0 or (index != expected and index != expected + gap):
-            if found == most:
+        if count == 0 or (index != expected and index != expected + gap):
+            if count == max_runs:
                 return 0
-            runs[found, 0], runs[found, 1] = index, 0
-            found += 1
-        runs[found - 1, 1] += 1
+            runs[count, 0], runs[count, 1] = index, 0
+            count += 1
+        runs[count - 1, 1] += 1
         expected = index + 1
-    return found
+    return count
 
 
 @kernel
 def expand_runs(
-    listed: Array, run: int, used: int, shards: int, stripe_blocks: int, own: Array
+    listed: Array, run: int, used: int, shards: int, stripe_blocks: int, indices: Array
 ) -> tuple[int, int, int]:
-    """Fill `own`, int64, with the indices of runs, from index `used` of run `run` on.
+    """Fill `indices`, int64, with the indices of runs, from index `used` of run `run` on.
 
     `listed`: int64 (2 × runs,), first index and length of each; a peer may have written anything there, and may still
     do so. Returns how many indices were filled in, and the run and the index in it that come next. They are fewer than
-    `own` takes where the runs end before, where one has no index left, or goes beyond the largest block number.
+    `indices` takes where the runs end before, where one has no index left, or goes beyond the largest block number.
     """
     filled = 0
-    while filled < own.size and 2 * run < listed.size:
-        first, rest = listed[2 * run], listed[2 * run + 1]
-        if rest <= used:
+    while filled < indices.size and 2 * run < listed.size:
+        first, length = listed[2 * run], listed[2 * run + 1]
+        if length <= used:
             break
-        left = min(rest - used, own.size - filled)
+        remaining = min(length - used, indices.size - filled)
         number = first & NUMBER
         mark = first - number
-        place = number % stripe_blocks + used  # from the start of its stripe, over the shard's next ones
-        number = (number // stripe_blocks + place // stripe_blocks * shards) * stripe_blocks + place % stripe_blocks
-        while left > 0:
-            step = min(left, stripe_blocks - number % stripe_blocks)
+        offset = number % stripe_blocks + used  # from the start of its stripe, over the shard's next ones
+        number = (number // stripe_blocks + offset // stripe_blocks * shards) * stripe_blocks + offset % stripe_blocks
+        while remaining > 0:
+            step = min(remaining, stripe_blocks - number % stripe_blocks)
             if number + step > NUMBER + 1:
                 return filled, run, used
             for k in range(step):
-                own[filled + k] = mark + number + k
-            filled, used, left = filled + step, used + step, left - step
+                indices[filled + k] = mark + number + k
+            filled, used, remaining = filled + step, used + step, remaining - step
             number += step + (shards - 1) * stripe_blocks
-        if used == rest:
+        if used == length:
             run, used = run + 1, 0
     return filled, run, used

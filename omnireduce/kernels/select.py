@@ -28,25 +28,25 @@ def count_magnitudes(bits: Array, counts: Array) -> None:
 
 
 @kernel
-def list_at_least(bits: Array, least: int, indices: Array) -> int:
-    """List where the magnitude's bits of `bits`, int32 (n,), are `least` or more; return how many there are. Of these
+def list_at_least(bits: Array, minimum: int, indices: Array) -> int:
+    """List where the magnitude's bits of `bits`, int32 (n,), are `minimum` or more; return how many there are. Of these
     the first ones are in `indices`, int64, as many as fit."""
-    found = 0
+    count = 0
     for i in range(bits.size):
-        if bits[i] & MAGNITUDE >= least:
-            if found < indices.size:
-                indices[found] = i
-            found += 1
-    return found
+        if bits[i] & MAGNITUDE >= minimum:
+            if count < indices.size:
+                indices[count] = i
+            count += 1
+    return count
 
 
 @kernel
-def count_at_least(bits: Array, least: int) -> int:
-    """The number of `bits`, int32 (n,), that have a magnitude with bits of `least` or more."""
-    found = 0
+def count_at_least(bits: Array, minimum: int) -> int:
+    """The number of `bits`, int32 (n,), that have a magnitude with bits of `minimum` or more."""
+    count = 0
     for i in range(bits.size):
-        found += (bits[i] & MAGNITUDE) >= least
-    return found
+        count += (bits[i] & MAGNITUDE) >= minimum
+    return count
 
 
 @reordering

@@ -9,52 +9,53 @@ from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import kernel
 from omnireduce.kernels.runs import NUMBER
 
-STEP_BYTES = 7  # of the longest step
+STEP_BYTES = 7  # size of the longest step
 BITS, MORE = 7, 0x80
 
 
 @kernel
-def list_steps(indices: Array, most: int, steps: Array) -> int:
-    """Write `indices` as `steps`; return how many bytes they take, or 0 if more than `most` or if an index has a mark.
+def list_steps(indices: Array, max_bytes: int, steps: Array) -> int:
+    """Write `indices` as `steps`; return how many bytes they take, or 0 if more than `max_bytes` or if an index has a
+    mark.
 
     `indices`: int64 (n,), ascending; `steps`: uint8 (most + STEP_BYTES or more,).
     """
-    at, previous = 0, 0
+    written, previous = 0, 0
     for k in range(indices.size):
         step = indices[k] - previous
         previous = indices[k]
         if previous > NUMBER:
             return 0
         while step >= MORE:
-            steps[at] = step & (MORE - 1) | MORE
+            steps[written] = step & (MORE - 1) | MORE
             step >>= BITS
-            at += 1
-        steps[at] = step
-        at += 1
-        if at > most:
+            written += 1
+        steps[written] = step
+        written += 1
+        if written > max_bytes:
             return 0
-    return at
+    return written
 
 
 @kernel
-def expand_steps(listed: Array, at: int, number: int, own: Array) -> tuple[int, int, int]:
-    """Fill `own`, int64, with the indices of steps, from byte `at` of `listed` on, behind index `number`.
+def expand_steps(listed: Array, position: int, number: int, indices: Array) -> tuple[int, int, int]:
+    """Fill `indices`, int64, with the indices of steps, from byte `position` of `listed` on, behind index `number`.
 
     `listed`: uint8 (bytes,); a peer may have written anything there, and may still do so. Returns how many indices were
-    filled in, the byte that comes next, and the last index. They are fewer than `own` takes where the steps end before,
-    where one is too long, or goes beyond the largest block number.
+    filled in, the byte that comes next, and the last index. They are fewer than `indices` takes where the steps end
+    before, where one is too long, or goes beyond the largest block number.
     """
-    for k in range(own.size):
+    for k in range(indices.size):
         step, shift, byte = 0, 0, MORE
         while byte >= MORE:
-            if at == listed.size or shift == STEP_BYTES * BITS:
-                return k, at, number
-            byte = int(listed[at])  # once: it may change
+            if position == listed.size or shift == STEP_BYTES * BITS:
+                return k, position, number
+            byte = int(listed[position])  # once: it may change
             step |= (byte & (MORE - 1)) << shift
             shift += BITS
-            at += 1
+            position += 1
         if number + step > NUMBER:
-            return k, at, number
+            return k, position, number
         number += step
-        own[k] = number
-    return own.size, at, number
+        indices[k] = number
+    return indices.size, position, number

@@ -47,7 +47,7 @@ from omnireduce.support.progress import Ticker
 ADDED = list(dict.fromkeys(element.storage for element in ELEMENT_TYPES.values() if not element.is_narrow))
 
 
-Progress = Callable[[float, float], None]  # how much is done, of how much: in seconds that a processor takes
+Progress = Callable[[float, float], None]  # the work that is done, and all work, in seconds that a processor takes
 MOMENT_S = 1.0
 ALMOST = 0.95  # so much of a kernel counts as done at most while it compiles
 

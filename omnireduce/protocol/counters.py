@@ -11,7 +11,7 @@ from copy import copy
 from typing import NamedTuple
 
 from omnireduce.core.descriptor import Descriptor
-from omnireduce.core.status_messages import MOST, LateRank, Traffic
+from omnireduce.core.status_messages import MAX_TOTAL, LateRank, Traffic
 from omnireduce.core.wire.control import Report
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.reduction import Reduction
@@ -63,13 +63,13 @@ class Account:
     def complete(self, descriptor: Descriptor, reduction: Reduction) -> None:
         """The last result has been sent."""
         traffic, union = self.traffic, reduction.union
-        traffic.collectives = min(traffic.collectives + 1, MOST)
+        traffic.collectives = min(traffic.collectives + 1, MAX_TOTAL)
         if descriptor.reduces:  # in other collectives ranks send all or nothing by design
             blocks = union.shape.stripes.count(union.shape.blocks)
-            traffic.blocks = min(traffic.blocks + blocks, MOST)
-            traffic.rank_blocks = min(traffic.rank_blocks + blocks * self._senders, MOST)
-            traffic.own_blocks = min(traffic.own_blocks + union.received_blocks, MOST)
-            traffic.union_blocks = min(traffic.union_blocks + reduction.sent_blocks, MOST)
+            traffic.blocks = min(traffic.blocks + blocks, MAX_TOTAL)
+            traffic.rank_blocks = min(traffic.rank_blocks + blocks * self._senders, MAX_TOTAL)
+            traffic.own_blocks = min(traffic.own_blocks + union.received_blocks, MAX_TOTAL)
+            traffic.union_blocks = min(traffic.union_blocks + reduction.sent_blocks, MAX_TOTAL)
 
     def report(self, rank: int, report: Report, now: float) -> None:
         """Take the report of a rank about its exchanges in memory. Raises ProtocolError for impossible numbers."""

@@ -19,7 +19,7 @@ class CollectiveDeadline:
         self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
         self.since = self._begun_at = 0.0
         self._extra_s = 0.0  # time for ranks that know more to judge first
-        self.late_s = 0.0  # how long after the time limit this was noticed; 0: in time
+        self.late_s = 0.0  # the time from the time limit until this was noticed; 0: in time
         self._longest: Waiting | None = None  # the longest wait
 
     def begin(self, now: float) -> None:

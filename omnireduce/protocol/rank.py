@@ -192,8 +192,8 @@ class WorkerMachine:
         yield from self._end_if_deserted(host, now)
 
     def _hand_over(self, host: HostExchange) -> None:
-        """With several hosts: give the sums of this host to the shards, and the results to the other ranks of the
-        host."""
+        """Give the sums of this host to the shards, and the results to the other ranks of the host, if the job has
+        several hosts."""
         current = host.current
         if current is not None and current.host_sum is not None:
             current.host_sum.ready = host.summed_blocks
@@ -271,7 +271,7 @@ class WorkerMachine:
         elif isinstance(message, Waiting):
             is_news = message.who != self._waiting_for or message.seconds >= 1.5 * self._warned_at_s
             self._waiting_for = message.who
-            message = message.heard_from(self._addresses[shard])
+            message = message.with_sender(self._addresses[shard])
             self._streams[shard].heard(now, message)
             if self._under_way and self._streams[shard].owes(self._under_way[0]):
                 self._collective_deadline.heard(message, now)
@@ -371,7 +371,9 @@ class WorkerMachine:
         self._report_at, self._reported_wait = now + REPORT_S, report.total > 0
         yield SendControl(0, report)
         yield from (
-            SendControl(stream.shard, report.elsewhere) for stream in self._streams[1:] if self._local_ranks.hosts > 1
+            SendControl(stream.shard, report.for_other_shards)
+            for stream in self._streams[1:]
+            if self._local_ranks.hosts > 1
         )
 
     def _names_of(self, ranks: Sequence[int]) -> str:

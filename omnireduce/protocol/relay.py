@@ -39,7 +39,7 @@ from omnireduce.protocol.counters import Wait
 from omnireduce.protocol.shard import AggregatorMachine, Inbox, ResultSlots
 
 REPORTS_AT_ONCE, REPORTS_PER_S = 100.0, 10.0  # reports of one member: an honest member sends a few in a second
-SILENT = 0.75  # of a wait: an upstream that waits says so each time that its wait has doubled
+SILENT = 0.75  # the silent part of a wait: an upstream that waits says so each time that its wait has doubled
 NOTHING_YET = -1  # the frontier of a collective before its first message or result
 
 
@@ -231,7 +231,7 @@ class RelayMachine(AggregatorMachine):
                 yield from self._tell_all(message)
                 yield self.ended
         elif isinstance(message, Waiting):
-            yield SendControl(rank, message.heard_from(self._address))
+            yield SendControl(rank, message.with_sender(self._address))
         elif isinstance(message, Newcomers):
             yield SendControl(rank, message)
         else:

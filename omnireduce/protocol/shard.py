@@ -10,7 +10,7 @@ import numpy as np
 
 from omnireduce.core.descriptor import Descriptor, decode_descriptor
 from omnireduce.core.dtypes import Array
-from omnireduce.core.wire.blocks import Header, capacity, message_extra, read_header, room_for
+from omnireduce.core.wire.blocks import Header, capacity, message_extra, read_header, slot_bytes_for
 from omnireduce.core.wire.control import Aborted, Cause, ControlMessage, Goodbye, Leave, Report, Waiting
 from omnireduce.core.wire.safe_text import listed, shown
 from omnireduce.errors import ProtocolError
@@ -197,7 +197,7 @@ class AggregatorMachine:
         self._departed = set[int]()  # ranks that have left
         self._arena, self._results, self._slot_count = arena, results, len(results)
         sizing = sizing or MessageSizing(results.shape[1], results.shape[1])
-        shape = self._slot_count, min(results.shape[1], room_for(sizing.longest))
+        shape = self._slot_count, min(results.shape[1], slot_bytes_for(sizing.longest))
         self._short_results = {rank: np.empty(shape, np.uint8) for rank in inline}  # costs nothing until it is used
         self._slots = ResultSlots(self._slot_count)
         self._filling_slot = -1  # the result slot being filled, -1 for none

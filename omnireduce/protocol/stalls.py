@@ -5,7 +5,7 @@ from __future__ import annotations
 from omnireduce.core.wire.control import ITSELF, Waiting
 from omnireduce.core.wire.safe_text import shown
 
-BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  # what ranks wait for, if for no rank
+BUSY, STOOD_STILL = f"{ITSELF}, which is busy", f"{ITSELF}, which stood still"  # culprits when ranks wait for no rank
 LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 
 

@@ -32,7 +32,7 @@ from omnireduce.support.logs import tagged
 from omnireduce.support.secret import Secret
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.framing import StreamLink
-from omnireduce.transport.kinds import Call, MakeTls, connect_by_any, connect_to_own
+from omnireduce.transport.kinds import ConnectAttempt, MakeTls, connect_by_any, connect_to_own_daemon
 from omnireduce.transport.tls import worker_context
 
 
@@ -46,12 +46,12 @@ def connect_once(
     belongs to another user, or when TLS fails; and what `make_tls` raises.
     """
     timeout_s = max(0.1, deadline - time.monotonic())
-    return connect_by_any(Call(parse_address(address), timeout_s, config, make_tls), say)
+    return connect_by_any(ConnectAttempt(parse_address(address), timeout_s, config, make_tls), say)
 
 
 def loss_hint(link: StreamLink) -> str:
     """The likely reason if an aggregator hangs up before it has admitted this worker."""
-    return f"; does its transport.kind allow {link.kind}{link.if_lost}?"
+    return f"; does its transport.kind allow {link.kind}{link.loss_question}?"
 
 
 def prove(link: StreamLink, secret: Secret, deadline: float) -> None:
@@ -152,7 +152,7 @@ def reach(address: str, config: Config, secret: Secret | None, deadline: float, 
     """
     try:
         if purpose:
-            link = connect_to_own(parse_address(address), deadline - time.monotonic(), purpose)
+            link = connect_to_own_daemon(parse_address(address), deadline - time.monotonic(), purpose)
         else:
             make_tls, say = partial(worker_context, config.security), partial(_say_once, address)
             link = connect_once(address, config, make_tls, deadline, say)

@@ -143,9 +143,9 @@ class Driver:
                 self._on_wake(effect.rank)
 
     def _send(self, effect: Send) -> None:
-        instead = effect.instead
+        peer_messages = effect.peer_messages
         for peer in effect.peers:
-            self.links[peer].send(effect.slot, effect.nbytes, instead.get(peer) if instead else None)
+            self.links[peer].send(effect.slot, effect.nbytes, peer_messages.get(peer) if peer_messages else None)
         # A message to one peer leaves at once: the peer can merge it while the next message is packed. Messages to
         # several peers leave at the end of the turn: to wake all ranks for each result would cost more. If the bytes of
         # a turn are bounded, all messages leave at its end.

@@ -31,7 +31,7 @@ class Order(Struct, frozen=True):
 
 
 class Compiling(Struct, frozen=True, tag="compiling"):
-    """So much of the work of compiling the aggregator's kernels is done, in seconds that a processor takes."""
+    """Progress of compiling the aggregator's kernels, in seconds that a processor takes."""
 
     done_s: _Seconds
     total_s: _Seconds

@@ -79,11 +79,11 @@ class Counters:
 class Link(ABC):
     """One end of a reliable, ordered, credit-controlled path to a peer."""
 
-    kind: str  # what statistics and logs call it
-    process: Peer | None = None  # at the other end, if it is on this host
+    kind: str  # its name in statistics and logs
+    process: Peer | None = None  # the process at the other end, if it is on this host
     inline = False  # block messages travel as bytes, so they need not lie in the send slot
-    gathers = True  # what is sent may wait until `flush`
-    if_lost = ""  # a further question to a user whose aggregator hangs up
+    gathers = True  # output may wait until `flush`
+    loss_question = ""  # a further question to a user whose aggregator hangs up
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -115,9 +115,9 @@ class Link(ABC):
         """Give the link its slots, each uint8 (slots, slot bytes). Before that only control messages may flow."""
         self.send_slots, self.receive_slots = send_slots, receive_slots
 
-    def take_slots(self, place: int, slots: int, slot_bytes: int) -> None:
-        """Worker side, after the Welcome: attach slots. `place`: the rank's place among those of the aggregator. Raises
-        TransportError, OSError and MemoryError."""
+    def take_slots(self, position: int, slots: int, slot_bytes: int) -> None:
+        """Worker side, after the Welcome: attach slots. `position`: the rank's place among those of the aggregator.
+        Raises TransportError, OSError and MemoryError."""
         self.attach(private_slots(slots, slot_bytes), private_slots(slots, slot_bytes))
 
     def release(self) -> None:
@@ -128,27 +128,27 @@ class Link(ABC):
         """Aggregator side: send the Welcome. `up`, `down`: the memory of the upward and downward slots of all ranks."""
         self.send_control(body)
 
-    def bound_control(self, most: int) -> None:
-        """Until slots are attached, accept only control messages of at most `most` bytes."""
+    def bound_control(self, max_bytes: int) -> None:
+        """Until slots are attached, accept only control messages of at most `max_bytes` bytes."""
         return  # a link that buffers no bytes needs no bound
 
-    def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
-        """Send the first `nbytes` bytes of send slot `slot`, or all of `instead` (uint8), if this link is `inline`."""
+    def send(self, slot: int, nbytes: int, message: Array | None = None) -> None:
+        """Send the first `nbytes` bytes of send slot `slot`, or all of `message` (uint8), if this link is `inline`."""
         assert slot not in self._in_flight, f"send slot {slot} was sent twice without a credit"
-        assert instead is None or self.inline, f"a link by {self.kind} sends slots"
+        assert message is None or self.inline, f"a link by {self.kind} sends slots"
         self._in_flight.add(slot)
-        self.counters.message_bytes += nbytes if instead is None else instead.size
-        if instead is None:
+        self.counters.message_bytes += nbytes if message is None else message.size
+        if message is None:
             self._send(slot, nbytes)
         else:
-            self._send_instead(slot, instead)
+            self._send_message(slot, message)
 
     def return_credit(self, slot: int) -> None:
         """Hand receive slot `slot` back to the peer."""
         self._held.remove(slot)
         self._return_credit(slot)
 
-    def _admit(self, event: Received | Credited) -> str:
+    def _check_credit(self, event: Received | Credited) -> str:
         """Check a peer's event against the credits; return the error as a text, or an empty text."""
         if isinstance(event, Received):
             if event.slot >= len(self.receive_slots) or event.slot in self._held:
@@ -166,7 +166,7 @@ class Link(ABC):
     @abstractmethod
     def _send(self, slot: int, nbytes: int) -> None: ...
 
-    def _send_instead(self, slot: int, message: Array) -> None:
+    def _send_message(self, slot: int, message: Array) -> None:
         """Called only for links that are `inline`."""
         raise NotImplementedError
 
@@ -182,8 +182,8 @@ class Link(ABC):
         """Return the events since the last call, within the budget, without blocking."""
 
     @abstractmethod
-    def flush(self, most: int = EVERYTHING) -> None:
-        """Hand waiting output to the system, as much as it takes, up to about `most` bytes."""
+    def flush(self, max_bytes: int = EVERYTHING) -> None:
+        """Hand waiting output to the system, as much as it takes, up to about `max_bytes` bytes."""
 
     def peek(self) -> bool:
         """Whether `poll` has something to report that shows without a system call."""

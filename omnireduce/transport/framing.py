@@ -35,7 +35,7 @@ _BEGINNINGS = {
 }
 
 
-def spoken(first: bytes) -> str:
+def guessed_protocol(first: bytes) -> str:
     """The name of the protocol that a peer speaks, by its first four bytes or more; empty if it is not known."""
     if len(first) >= 2 and 20 <= first[0] <= 23 and first[1] == 3:  # a TLS record: type, then the major version
         return TLS
@@ -62,10 +62,10 @@ class StreamLink(Link):
         super().__init__(peer)
         sock.setblocking(False)
         self._sock = sock
-        self._small = bytearray()
+        self._small_frames = bytearray()
         # messages, as writable views, and small frames, as read-only views; each with the position of its end in bytes
         self._output: deque[tuple[int, memoryview]] = deque()
-        self._gone: deque[int] = deque([0], 1)  # the bytes that the system has taken so far
+        self._taken_bytes: deque[int] = deque([0], 1)  # the bytes that the system has taken so far
         self._output_dead = False
         self._output_error = ""  # the error that ended the output, if reading does not show it
         self._control_limit = CONTROL_LIMIT
@@ -106,65 +106,67 @@ class StreamLink(Link):
     def _send(self, slot: int, nbytes: int) -> None:
         self.counters.sent_bytes += FRAME.size + nbytes
         if self.inline and nbytes:
-            self._queue(FRAME.pack(DATA, slot, nbytes), self._send_views[slot][:nbytes])
+            self._queue_output(FRAME.pack(DATA, slot, nbytes), self._send_views[slot][:nbytes])
         else:
-            self._small += FRAME.pack(DATA, slot, nbytes)
+            self._small_frames += FRAME.pack(DATA, slot, nbytes)
 
-    def _send_instead(self, slot: int, message: Array) -> None:
+    def _send_message(self, slot: int, message: Array) -> None:
         self.counters.sent_bytes += FRAME.size + message.size
-        self._queue(FRAME.pack(DATA, slot, message.size), message.data)
+        self._queue_output(FRAME.pack(DATA, slot, message.size), message.data)
 
     def _return_credit(self, slot: int) -> None:
-        self._small += FRAME.pack(CREDIT, slot, 0)
+        self._small_frames += FRAME.pack(CREDIT, slot, 0)
         self.counters.sent_bytes += FRAME.size
 
     def send_control(self, body: bytes, after: int = 0) -> None:
         assert len(body) <= CONTROL_LIMIT, f"a control message of {len(body)} bytes"
         self.controls_sent += 1
-        self._small += FRAME.pack(CONTROL, after, len(body)) + body
+        self._small_frames += FRAME.pack(CONTROL, after, len(body)) + body
         self.counters.sent_bytes += FRAME.size + len(body)
         self.flush()
 
-    def _queue(self, frame: bytes = b"", *messages: memoryview) -> None:
+    def _queue_output(self, frame: bytes = b"", *messages: memoryview) -> None:
         """Put the small frames, then `frame` and the `messages` that it announces, behind the waiting output.
 
         A signal handler that raises may come between two lines. Even then nothing is queued twice, and no frame is
         queued without its message. So a last message can still reach the peer.
         """
-        small, self._small = self._small, bytearray()
+        small, self._small_frames = self._small_frames, bytearray()
         small += frame
-        end = (self._output[-1] if self._output else self._gone)[0] + len(small)
+        end = (self._output[-1] if self._output else self._taken_bytes)[0] + len(small)
         pieces = [(end, memoryview(small).toreadonly())]
         for view in messages:
             end += len(view)
             pieces.append((end, view))
         self._output.extend(pieces)
 
-    def flush(self, most: int = EVERYTHING) -> None:
-        is_bounded = most < EVERYTHING
+    def flush(self, max_bytes: int = EVERYTHING) -> None:
+        is_bounded = max_bytes < EVERYTHING
         if self._output_dead:
-            self._small.clear()
+            self._small_frames.clear()
             self._output.clear()
-        output, gone = self._output, self._gone
+        output, taken = self._output, self._taken_bytes
         while True:
-            while output and output[0][0] <= gone[0]:  # done first: an exception may have ended the last flush early
+            while output and output[0][0] <= taken[0]:  # done first: an exception may have ended the last flush early
                 output.popleft()
-            if not (self._small or output):
+            if not (self._small_frames or output):
                 return
-            if self._small and (most <= 0 or len(output) < GATHER):  # otherwise a peer could cause many buffers
-                self._queue()
-            if most <= 0:  # `wants_write` shows that there is more
+            if self._small_frames and (
+                max_bytes <= 0 or len(output) < GATHER
+            ):  # otherwise a peer could cause many buffers
+                self._queue_output()
+            if max_bytes <= 0:  # `wants_write` shows that there is more
                 return
-            before, (end, head) = gone[0], output[0]
-            views = [head[before - end :]]
+            taken_before, (end, head) = taken[0], output[0]
+            views = [head[taken_before - end :]]
             if len(output) > 1:
                 views += [view for _, view in islice(output, 1, GATHER)]
             try:
-                self._write(beginning(views, most) if is_bounded else views)
+                self._write(first_bytes(views, max_bytes) if is_bounded else views)
             except OSError as error:
                 self._output_failed(error)
                 return
-            most -= gone[0] - before if is_bounded else 0
+            max_bytes -= taken[0] - taken_before if is_bounded else 0
 
     def _output_failed(self, error: OSError) -> None:
         """The system takes no more output, for now or for ever. Raises the error if a signal handler has raised it.
@@ -183,18 +185,18 @@ class StreamLink(Link):
     def _write(self, views: Sequence[memoryview]) -> None:
         """Hand `views` to the system, and count the bytes that it has taken: in a single call of C, so that no signal
         handler comes in between."""
-        self._gone.extend(map(add, (self._gone[0],), map(self._sock.sendmsg, (views,))))
+        self._taken_bytes.extend(map(add, (self._taken_bytes[0],), map(self._sock.sendmsg, (views,))))
 
     @property
     def clogged(self) -> bool:
         """Whether more output waits than for a peer that returns credits only for messages that it has read."""
-        small = len(self._small) + sum(len(view) for _, view in self._output if view.readonly)
-        return small > SMALL_LIMIT or len(self._output) > GATHER + 2 * len(self.send_slots)
+        small_bytes = len(self._small_frames) + sum(len(view) for _, view in self._output if view.readonly)
+        return small_bytes > SMALL_LIMIT or len(self._output) > GATHER + 2 * len(self.send_slots)
 
     # input
 
-    def bound_control(self, most: int) -> None:
-        self._control_limit = most
+    def bound_control(self, max_bytes: int) -> None:
+        self._control_limit = max_bytes
 
     def _grow(self) -> None:
         """Make room in the buffer for the longest message. Its content stays."""
@@ -212,10 +214,10 @@ class StreamLink(Link):
         while self._lost is None and budget > 0 and len(events) < EVENTS_PER_POLL:
             body, filled = self._body, self._filled
             target = self._view[filled : filled + FRAMES_BYTES] if body is None else body[:budget]
-            count = self._hear(target, events)
+            count = self._receive_into(target, events)
             budget -= count
             if count:
-                self._arrived(count, events)
+                self._handle_input(count, events)
             if count < len(target):  # the socket is most likely empty; if not, it stays readable
                 break
         return events
@@ -224,7 +226,7 @@ class StreamLink(Link):
         if self.wants_write and self.clogged:
             self._end(events, "it sends, but does not read", violation=True)
 
-    def _hear(self, into: memoryview, events: list[Event]) -> int:
+    def _receive_into(self, into: memoryview, events: list[Event]) -> int:
         """Receive; return how many bytes have come: 0 if there are none, or if the link is over."""
         try:
             count = self._receive(into)
@@ -238,11 +240,11 @@ class StreamLink(Link):
             self._end_closed(events, self._output_error)
         return count
 
-    def _end_closed(self, events: list[Event], why: str | None) -> None:
-        """No more input will come. `why`: the system's reason, unless the peer has closed the connection."""
-        self._end(events, f"connection broken: {why}" if why else "connection closed")
+    def _end_closed(self, events: list[Event], reason: str | None) -> None:
+        """No more input will come. `reason`: the system's reason, unless the peer has closed the connection."""
+        self._end(events, f"connection broken: {reason}" if reason else "connection closed")
 
-    def _arrived(self, count: int, events: list[Event]) -> None:
+    def _handle_input(self, count: int, events: list[Event]) -> None:
         """Handle `count` bytes, which were received into the slot of the current message, or into the buffer."""
         self.counters.received_bytes += count
         if self._body is None:
@@ -267,10 +269,10 @@ class StreamLink(Link):
 
     def _parse(self, events: list[Event]) -> None:
         """Turn the buffered input into events. An incomplete frame stays at the start of the buffer."""
-        at = 0
-        while self._filled - at >= FRAME.size and self._body is None and self._lost is None:
-            kind, slot, length = FRAME.unpack_from(self._buffer, at)
-            body = at + FRAME.size
+        position = 0
+        while self._filled - position >= FRAME.size and self._body is None and self._lost is None:
+            kind, slot, length = FRAME.unpack_from(self._buffer, position)
+            body = position + FRAME.size
             if kind == CONTROL and length <= self._control_limit:
                 if self._filled - body < length:
                     if FRAME.size + length > len(self._buffer):
@@ -278,29 +280,29 @@ class StreamLink(Link):
                     break
                 events.append(Control(bytes(self._view[body : body + length]), slot))
                 self.controls_received += 1
-                at = body + length
+                position = body + length
             elif kind in (DATA, CREDIT):
-                at = body + self._credit_or_data(kind, slot, length, body, events)
+                position = body + self._credit_or_data(kind, slot, length, body, events)
             else:
-                self._end(events, self._no_frame(at, kind, length), violation=True)
-        if at:
-            rest = self._filled - at
+                self._end(events, self._bad_frame_text(position, kind, length), violation=True)
+        if position:
+            rest = self._filled - position
             if rest:
-                self._buffer[:rest] = self._buffer[at : self._filled]
+                self._buffer[:rest] = self._buffer[position : self._filled]
             self._filled = rest
 
-    def _no_frame(self, at: int, kind: int, length: int) -> str:
-        """The reason why the bytes from `at` on are no frame."""
-        name = spoken(bytes(self._view[at : at + FRAME.size]))
+    def _bad_frame_text(self, position: int, kind: int, length: int) -> str:
+        """The reason why the bytes from `position` on are no frame."""
+        name = guessed_protocol(bytes(self._view[position : position + FRAME.size]))
         expected = f"; expected at most {self._control_limit} bytes" if kind == CONTROL else ""
-        what = f"it looks like {name}" if name else f"kind {kind}, length {length}{expected}"
+        description = f"it looks like {name}" if name else f"kind {kind}, length {length}{expected}"
         hint = "; give both ends TLS or none (security.tls_certificate there, tls_ca here)" if name == TLS else ""
-        return f"not a frame of this protocol: {what}{hint}"
+        return f"not a frame of this protocol: {description}{hint}"
 
     def _credit_or_data(self, kind: int, slot: int, length: int, body: int, events: list[Event]) -> int:
         """Handle one frame; return how many bytes of the message that it announces were in the buffer."""
         event = Received(slot, length) if kind == DATA else Credited(slot)
-        wrong = self._admit(event) or (f"a credit of {length} bytes" if kind == CREDIT and length else "")
+        wrong = self._check_credit(event) or (f"a credit of {length} bytes" if kind == CREDIT and length else "")
         if wrong:
             self._end(events, wrong, violation=True)
             return 0
@@ -310,20 +312,20 @@ class StreamLink(Link):
             events.append(event)
             return 0
         self._arriving = Received(slot, length)
-        have = min(length, self._filled - body)
+        count = min(length, self._filled - body)
         target = self._receive_views[slot]
-        target[:have] = self._view[body : body + have]
+        target[:count] = self._view[body : body + count]
         self._body = target[:length]
-        self._body_arrived(have, events)
-        return have
+        self._body_arrived(count, events)
+        return count
 
 
-def beginning(views: Sequence[memoryview], most: int) -> list[memoryview]:
-    """The first `most` bytes of `views` together."""
-    kept = []
+def first_bytes(views: Sequence[memoryview], max_bytes: int) -> list[memoryview]:
+    """The first `max_bytes` bytes of `views` together."""
+    pieces = []
     for view in views:
-        kept.append(view[:most])
-        most -= len(kept[-1])
-        if most <= 0:
+        pieces.append(view[:max_bytes])
+        max_bytes -= len(pieces[-1])
+        if max_bytes <= 0:
             break
-    return kept
+    return pieces

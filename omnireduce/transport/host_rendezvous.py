@@ -54,32 +54,32 @@ class RankGoneError(TransportError):
 
 
 class HostRendezvous:
-    """The part of rank number `me` of `ranks` in the meeting of its host. In the end it has `group`. `token` tells this
-    meeting from others.
+    """The part of rank number `own_index` of `ranks` in the meeting of its host. In the end it has `group`. `token`
+    tells this meeting from others.
 
     Raises OSError. Its methods raise OSError, too, and TransportError when another process has taken the place.
     """
 
-    def __init__(self, token: bytes, ranks: int, me: int, region_bytes: int) -> None:
-        self._name, self._ranks, self._me = f"\0omnireduce-host/{token.hex()}", ranks, me
+    def __init__(self, token: bytes, ranks: int, own_index: int, region_bytes: int) -> None:
+        self._name, self._ranks, self._own_index = f"\0omnireduce-host/{token.hex()}", ranks, own_index
         self.group: HostGroup | None = None
         self._eventfds: list[int] = [-1] * ranks
         self._memories: list[int] = [-1] * ranks
         self._pids = [0] * ranks
-        self._open = ExitStack()
+        self._resources = ExitStack()
         self._sockets: list[socket.socket] = []
         self._members: dict[int, socket.socket] = {}
         self._unserved: list[socket.socket] = []
         try:
-            self._regions = Regions(ranks, me, region_bytes)
-            self._open.callback(self._regions.close)
-            self._selector = self._open.enter_context(selectors.EpollSelector())
-            self._eventfds[me] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._memories[me], self._pids[me] = os.dup(self._regions.fd), os.getpid()
-            if me == 0:
+            self._regions = Regions(ranks, own_index, region_bytes)
+            self._resources.callback(self._regions.close)
+            self._selector = self._resources.enter_context(selectors.EpollSelector())
+            self._eventfds[own_index] = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._memories[own_index], self._pids[own_index] = os.dup(self._regions.fd), os.getpid()
+            if own_index == 0:
                 self._watch(self._new_socket()).bind(self._name)
                 self._sockets[0].listen(BACKLOG)
-                self._gather()
+                self._begin_if_complete()
         except BaseException:
             self.close()
             raise
@@ -89,33 +89,33 @@ class HostRendezvous:
         return self._selector.fileno()
 
     @property
-    def must_try_again(self) -> bool:
+    def must_retry_soon(self) -> bool:
         """Whether there is no connection yet: then call `turn` soon."""
-        return self._me > 0 and not self._sockets
+        return self._own_index > 0 and not self._sockets
 
     def turn(self) -> bool:
         """Go on without waiting; return whether `group` is complete. Raises RankGoneError when a rank has left, and
         TransportError or OSError when memory cannot be shared."""
         try:
-            self._turn()
+            self._handle_events()
         except ConnectionError as error:
             if raised_by_signal_handler(error):
                 raise
             raise RankGoneError("another rank of this host is gone") from error
         return self.group is not None
 
-    def _turn(self) -> None:
-        if self.must_try_again:
+    def _handle_events(self) -> None:
+        if self.must_retry_soon:
             self._connect()
         for key, _ in self._selector.select(0) if self.group is None else ():
             sock = key.fileobj
             assert isinstance(sock, socket.socket)
-            if self._me:
+            if self._own_index:
                 self._take_batch(sock)
             elif sock is self._sockets[0]:
                 self._accept()
             elif self._unserved:
-                self._serve(sock)
+                self._finish_member(sock)
             else:
                 self._take_card(sock)
             if self.group is not None:
@@ -131,9 +131,9 @@ class HostRendezvous:
                 if raised_by_signal_handler(error):
                     raise
                 return
-            self._admit(member)
+            self._add_member(member)
 
-    def _admit(self, member: socket.socket) -> None:
+    def _add_member(self, member: socket.socket) -> None:
         if len(self._sockets) > 2 * self._ranks or _is_foreign(member):
             member.close()  # it is none of the ranks
             return
@@ -153,9 +153,9 @@ class HostRendezvous:
             return
         self._members[rank] = member
         self._memories[rank], self._eventfds[rank], self._pids[rank] = *descriptors, pid
-        self._gather()
+        self._begin_if_complete()
 
-    def _gather(self) -> None:
+    def _begin_if_complete(self) -> None:
         """If all ranks are there, begin to send all descriptors to each of them."""
         if len(self._members) + 1 == self._ranks:
             self._unserved = list(self._members.values())
@@ -173,7 +173,7 @@ class HostRendezvous:
             socket.send_fds(member, [body], [*self._memories[part], *self._eventfds[part]])
         self._watch(member)
 
-    def _serve(self, member: socket.socket) -> None:
+    def _finish_member(self, member: socket.socket) -> None:
         """Go on with the next member if this member has everything."""
         if member is not self._unserved[0]:
             self._selector.unregister(member)  # a stranger that came late
@@ -198,7 +198,11 @@ class HostRendezvous:
             return
         if _is_foreign(sock):
             raise TransportError(f"a process of another user than {os.geteuid()} has the socket where local ranks meet")
-        socket.send_fds(sock, [_CARD.pack(self._me, os.getpid())], [self._memories[self._me], self._eventfds[self._me]])
+        socket.send_fds(
+            sock,
+            [_CARD.pack(self._own_index, os.getpid())],
+            [self._memories[self._own_index], self._eventfds[self._own_index]],
+        )
         self._watch(sock)
 
     def _take_batch(self, sock: socket.socket) -> None:
@@ -251,7 +255,7 @@ class HostRendezvous:
         self._eventfds, self._memories = [], []
         for sock in self._sockets:
             sock.close()
-        self._open.close()
+        self._resources.close()
 
 
 def _is_foreign(sock: socket.socket) -> bool:
@@ -259,10 +263,10 @@ def _is_foreign(sock: socket.socket) -> bool:
     return peer_of(sock).user != os.geteuid()
 
 
-def _receive(sock: socket.socket, size: int, most: int) -> tuple[bytes, list[int]]:
+def _receive(sock: socket.socket, size: int, max_descriptors: int) -> tuple[bytes, list[int]]:
     """Bytes and descriptors of a message; none when the peer is gone."""
     try:
-        data, descriptors, _, _ = socket.recv_fds(sock, size + 1, most, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(sock, size + 1, max_descriptors, socket.MSG_CMSG_CLOEXEC)
     except ConnectionError as error:
         if raised_by_signal_handler(error):
             raise

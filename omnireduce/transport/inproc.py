@@ -17,12 +17,12 @@ class InprocLink(Link):
     """One end of a link; `pair` makes two. A subclass may override `deliver` to delay or drop events for the peer."""
 
     kind = "inproc"
-    other: InprocLink
+    other_end: InprocLink
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
-        self.most_events = UNLIMITED  # the most events that one poll reports
-        self._arrived: deque[Event] = deque()
+        self.max_events = UNLIMITED  # the most events that one poll reports
+        self._waiting_events: deque[Event] = deque()
         self._lost = self._closed = False
 
     @property
@@ -31,7 +31,7 @@ class InprocLink(Link):
 
     def deliver(self, event: Event) -> None:
         """Hand `event` to this end."""
-        self._arrived.append(event)
+        self._waiting_events.append(event)
 
     def _send(self, slot: int, nbytes: int) -> None:
         self._put(Received(slot, nbytes))
@@ -45,13 +45,13 @@ class InprocLink(Link):
     def _put(self, event: Event) -> None:
         self.counters.sent_bytes += wire_bytes(event)
         if not self._lost:
-            self.other.deliver(event)
+            self.other_end.deliver(event)
 
     def poll(self) -> Sequence[Event]:
         events: list[Event] = []
-        while self._arrived and not self._lost and len(events) < self.most_events:
-            event = self._arrived.popleft()
-            wrong = self._admit(event) if isinstance(event, Received | Credited) else ""
+        while self._waiting_events and not self._lost and len(events) < self.max_events:
+            event = self._waiting_events.popleft()
+            wrong = self._check_credit(event) if isinstance(event, Received | Credited) else ""
             if wrong:
                 event = Lost(wrong, violation=True)
             self.counters.received_bytes += wire_bytes(event)
@@ -59,7 +59,7 @@ class InprocLink(Link):
             events.append(event)
         return events
 
-    def flush(self, most: int = EVERYTHING) -> None:
+    def flush(self, max_bytes: int = EVERYTHING) -> None:
         """Do nothing: no output waits."""
 
     def fileno(self) -> int:
@@ -68,7 +68,7 @@ class InprocLink(Link):
     def close(self) -> None:
         if not self._closed:
             self._lost = self._closed = True
-            self.other.deliver(Lost("connection closed"))
+            self.other_end.deliver(Lost("connection closed"))
 
 
 def wire_bytes(event: Event) -> int:
@@ -82,6 +82,6 @@ def wire_bytes(event: Event) -> int:
 
 def pair(left: str, right: str) -> tuple[InprocLink, InprocLink]:
     """Two joined ends; `left` is the name under which the first end knows its peer."""
-    one, two = InprocLink(left), InprocLink(right)
-    one.other, two.other = two, one
-    return one, two
+    first, second = InprocLink(left), InprocLink(right)
+    first.other_end, second.other_end = second, first
+    return first, second

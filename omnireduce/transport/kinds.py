@@ -29,10 +29,10 @@ from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import accept_tls, connect_tls
 
 MakeTls = Callable[[], ssl.SSLContext | None]
-PROBE_S = 2.0  # for a connection to this process itself
+PROBE_S = 2.0  # time limit of a connection to this process itself
 
 
-class Call(NamedTuple):
+class ConnectAttempt(NamedTuple):
     """An attempt of a worker to connect. `is_required`: transport.kind names this kind. `make_tls` makes the context of
     a connection that leaves the host; None: without TLS. It raises ConfigError."""
 
@@ -54,7 +54,7 @@ class Transport(ABC):
     advice: str
 
     @abstractmethod
-    def connect(self, call: Call) -> StreamLink:
+    def connect(self, attempt: ConnectAttempt) -> StreamLink:
         """Connect to an aggregator. Only control messages can flow yet. Raises OSError when the aggregator cannot be
         reached in this way, TransportError when it can be, but must not."""
 
@@ -64,7 +64,7 @@ class Transport(ABC):
         may go on with other kinds."""
 
     @abstractmethod
-    def accepted(self, sock: socket.socket, config: Config, make_tls: MakeTls) -> Link:
+    def accept_link(self, sock: socket.socket, config: Config, make_tls: MakeTls) -> Link:
         """The link of a connection that the aggregator has accepted. Raises OSError."""
 
     @abstractmethod
@@ -75,7 +75,10 @@ class Transport(ABC):
         """The `probe` of a kind that listens beside TCP."""
         with listen_tcp(loopback(), 0) as holder:  # its port makes the address unique
             address = Address(loopback(), holder.getsockname()[1])
-            with self.listen(address), contextlib.closing(self.connect(Call(address, PROBE_S, Config(), no_tls, True))):
+            with (
+                self.listen(address),
+                contextlib.closing(self.connect(ConnectAttempt(address, PROBE_S, Config(), no_tls, True))),
+            ):
                 return "available on this host"
 
 
@@ -89,17 +92,17 @@ class Shm(Transport):
     name = "shm"
     advice = "does the sandbox allow memfd_create and abstract Unix sockets?"
 
-    def connect(self, call: Call) -> StreamLink:
-        any_user = call.config.security.local_users == "any"
-        link = connect_shm(*call.address, call.timeout_s, any_user=any_user)
+    def connect(self, attempt: ConnectAttempt) -> StreamLink:
+        any_user = attempt.config.security.local_users == "any"
+        link = connect_shm(*attempt.address, attempt.timeout_s, any_user=any_user)
         owner = link.process.user
-        if call.is_required or any_user or owner == os.geteuid():
+        if attempt.is_required or any_user or owner == os.geteuid():
             return link
         # Memory is shared only between processes of one user, even if the other one is root, unless both allow any.
         link.close()
         raise TransportError(
-            f"the aggregator {call.address} is of user {owner}, this worker of user {os.geteuid()}: for shared memory "
-            "set security.local_users = 'any' on both"
+            f"the aggregator {attempt.address} is of user {owner}, this worker of user {os.geteuid()}: for shared "
+            "memory set security.local_users = 'any' on both"
         )
 
     def listen(self, address: Address) -> socket.socket:
@@ -112,13 +115,13 @@ class Shm(Transport):
                 raise
         name = name_of(*address)
         holder = holder_of(name)
-        whose = holder or "a process that answers nobody"
-        why = f"the Unix socket @{name[1:]}, for workers of this host, belongs to {whose}"
+        owner = holder or "a process that answers nobody"
+        reason = f"the Unix socket @{name[1:]}, for workers of this host, belongs to {owner}"
         if holder is not None and holder.is_trusted:
-            raise TransportError(f"{why}; end it, or choose another port")
-        raise UnavailableError(why)
+            raise TransportError(f"{reason}; end it, or choose another port")
+        raise UnavailableError(reason)
 
-    def accepted(self, sock: socket.socket, config: Config, make_tls: MakeTls) -> ShmLink:
+    def accept_link(self, sock: socket.socket, config: Config, make_tls: MakeTls) -> ShmLink:
         return ShmLink(sock, str(peer_of(sock)))
 
     def probe(self) -> str:
@@ -132,20 +135,20 @@ class Tcp(Transport):
     name = "tcp"
     advice = "is the loopback interface up (ip link set lo up)?"
 
-    def connect(self, call: Call) -> StreamLink:
-        tls, dead_peer_s = call.make_tls(), call.config.transport.dead_peer_s
+    def connect(self, attempt: ConnectAttempt) -> StreamLink:
+        tls, dead_peer_s = attempt.make_tls(), attempt.config.transport.dead_peer_s
         if tls is not None:
-            return connect_tls(*call.address, call.timeout_s, dead_peer_s, tls)
-        return connect_tcp(*call.address, call.timeout_s, dead_peer_s)
+            return connect_tls(*attempt.address, attempt.timeout_s, dead_peer_s, tls)
+        return connect_tcp(*attempt.address, attempt.timeout_s, dead_peer_s)
 
     def listen(self, address: Address) -> socket.socket:
         return listen_tcp(*address)
 
-    def accepted(self, sock: socket.socket, config: Config, make_tls: MakeTls) -> TcpLink:
+    def accept_link(self, sock: socket.socket, config: Config, make_tls: MakeTls) -> TcpLink:
         name = sock.getpeername()
         peer, context, dead_peer_s = str(Address(host_of(name), name[1])), make_tls(), config.transport.dead_peer_s
         if context is not None:
-            return accept_tls(sock, peer, dead_peer_s, context, aside=True)
+            return accept_tls(sock, peer, dead_peer_s, context, uses_tasks=True)
         return TcpLink(sock, peer, dead_peer_s)
 
     def probe(self) -> str:
@@ -169,39 +172,39 @@ def allowed_by(kind: str) -> list[Transport]:
     return [transport for transport in TABLE if kind == AUTO or is_required(transport, kind)]
 
 
-def connect_by_any(call: Call, say: Callable[[str], None]) -> StreamLink:
+def connect_by_any(attempt: ConnectAttempt, say: Callable[[str], None]) -> StreamLink:
     """Connect to an aggregator by the first allowed transport that works. Calls `say` with the reason when a transport
     works, but must not be used.
 
     Raises what the last one raises: OSError when the aggregator cannot be reached, TransportError when it must not be
-    used; and what `call.make_tls` raises.
+    used; and what `attempt.make_tls` raises.
     """
-    *others, last = allowed_by(call.config.transport.kind)
+    *others, last = allowed_by(attempt.config.transport.kind)
     for transport in others:
         try:
-            return transport.connect(call)
+            return transport.connect(attempt)
         except TransportError as error:
             say(str(error))
         except OSError as error:
             if raised_by_signal_handler(error):
                 raise
-    return last.connect(call._replace(is_required=not others))
+    return last.connect(attempt._replace(is_required=not others))
 
 
 # Between processes of one daemon. The sockets are of the same kind as those for shared memory, under another name.
 
 
-def connect_to_own(address: Address, timeout_s: float, purpose: str) -> StreamLink:
+def connect_to_own_daemon(address: Address, timeout_s: float, purpose: str) -> StreamLink:
     """Connect to a shard of the own daemon, at its socket for `purpose`. Raises OSError and TransportError."""
     return connect_shm(*address, timeout_s, purpose=purpose)
 
 
-def listen_to_own(address: Address, purpose: str) -> socket.socket:
+def listen_for_own_daemon(address: Address, purpose: str) -> socket.socket:
     """Listen for the own daemon, for `purpose`. Raises OSError."""
     return listen_local(*address, purpose)
 
 
-def accepted_of_own(sock: socket.socket) -> Link:
+def accept_own_link(sock: socket.socket) -> Link:
     """The link of a connection that was accepted there. Raises ConnectionRefusedError for other users."""
     link = ShmLink(sock, str(peer_of(sock)))
     if not link.process.is_trusted:  # connections of this listener are served first

@@ -67,16 +67,16 @@ def holder_of(name: str, kind: int = socket.SOCK_STREAM) -> Peer | None:
             return None
 
 
-def _abstract(host: str, port: int, purpose: str = "") -> str:
+def _abstract_name(host: str, port: int, purpose: str = "") -> str:
     return f"\0omnireduce{purpose}/{Address(host, port)}"
 
 
 def name_of(host: str, port: int, purpose: str = "") -> str:
     """The abstract name of the Unix socket at which the aggregator at host:port listens. Raises OSError."""
-    return _abstract(WILDCARD if is_wildcard(host) else listening_target(host).host, port, purpose)
+    return _abstract_name(WILDCARD if is_wildcard(host) else listening_target(host).host, port, purpose)
 
 
-def _own(host: str) -> list[str]:
+def _own_addresses(host: str) -> list[str]:
     """The addresses of `host` in this network namespace, which also has its own abstract names."""
     try:
         return [target.host for target in look_up(host) if is_own_target(target)]
@@ -89,10 +89,10 @@ def _own(host: str) -> list[str]:
 def connect_local(host: str, port: int, timeout_s: float, purpose: str = "") -> Iterator[socket.socket]:
     """Connect to each Unix socket at which an aggregator on this host may listen for host:port. Who takes a socket
     closes it. Raises ConnectionError when the aggregator is elsewhere."""
-    own = _own(host)
-    if not own:
+    addresses = _own_addresses(host)
+    if not addresses:
         raise ConnectionError(f"{host} is not this host")
-    for name in (_abstract(own_address, port, purpose) for own_address in (*own, WILDCARD)):
+    for name in (_abstract_name(address, port, purpose) for address in (*addresses, WILDCARD)):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_s)
         try:

@@ -32,33 +32,35 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class Regions:
     """The regions of `ranks` ranks, each of `nbytes`, a multiple of the page size: `array`, uint8 (ranks, nbytes).
 
-    The region of rank `me` is mapped from the start. The other ranks need its descriptor `fd` to map it. Raises
+    The region of rank `own_rank` is mapped from the start. The other ranks need its descriptor `fd` to map it. Raises
     OSError.
     """
 
-    def __init__(self, ranks: int, me: int, nbytes: int) -> None:
+    def __init__(self, ranks: int, own_rank: int, nbytes: int) -> None:
         self.fd = os.memfd_create("omnireduce-host", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, nbytes)
-            self._address = _mapped(None, ranks * nbytes, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)
+            self._address = _map_memory(
+                None, ranks * nbytes, NO_ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+            )
             memory = (ctypes.c_uint8 * (ranks * nbytes)).from_address(self._address)
             weakref.finalize(
                 memory, _libc.munmap, self._address, ranks * nbytes
             ).atexit = False  # others may still leave
             self.array: Array = np.ctypeslib.as_array(memory).reshape(ranks, nbytes)
-            self._map(me, self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
+            self._map(own_rank, self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
         except BaseException:
             self.close()
             raise
-        self._me = me
+        self._own_rank = own_rank
 
     def add(self, descriptors: Sequence[int]) -> None:
         """Map the regions of all other ranks, by their descriptors, to read them. Raises TransportError."""
         size = self.array.shape[1]
         try:
             for rank, fd in enumerate(descriptors):
-                if rank == self._me:
+                if rank == self._own_rank:
                     continue
                 if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(fd).st_size != size:
                     raise TransportError(f"local rank {rank} shared something else than sealed memory of {size} bytes")
@@ -68,7 +70,7 @@ class Regions:
 
     def _map(self, rank: int, fd: int, protection: int) -> None:
         size = self.array.shape[1]
-        _mapped(self._address + rank * size, size, protection, mmap.MAP_SHARED | FIXED, fd)
+        _map_memory(self._address + rank * size, size, protection, mmap.MAP_SHARED | FIXED, fd)
 
     def close(self) -> None:
         """Close the descriptor. The memory is freed with the last array that uses it."""
@@ -77,7 +79,7 @@ class Regions:
             self.fd = -1
 
 
-def _mapped(address: int | None, size: int, protection: int, flags: int, fd: int = -1) -> int:
+def _map_memory(address: int | None, size: int, protection: int, flags: int, fd: int = -1) -> int:
     """The address of new mapped memory. Raises OSError."""
     mapped = _libc.mmap(address, size, protection, flags, fd, 0)
     if mapped is None or mapped == ctypes.c_void_p(-1).value:

@@ -17,7 +17,7 @@ from omnireduce.transport.verbs import import_rdma
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.connect import Offer
 
-AUTO, RDMA = "auto", "verbs"  # of transport.kind
+AUTO, RDMA = "auto", "verbs"  # values of transport.kind
 
 
 def rdma_is_required(config: Config) -> bool:
@@ -36,7 +36,7 @@ def check_rdma(config: Config) -> None:
         import_rdma()
         from omnireduce.transport.verbs.devices import choose
 
-        choose(config.verbs, near="")
+        choose(config.verbs, local_address="")
 
 
 def offer_rdma(link: Link, config: Config, say: Callable[[str], None]) -> Offer | None:

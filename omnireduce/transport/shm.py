@@ -65,15 +65,15 @@ class ShmLink(StreamLink):
                 self._sock.shutdown(socket.SHUT_RDWR)
         else:
             if sent < len(frame):
-                self._queue(frame[sent:])
+                self._queue_output(frame[sent:])
 
-    def take_slots(self, place: int, slots: int, slot_bytes: int) -> None:
+    def take_slots(self, position: int, slots: int, slot_bytes: int) -> None:
         """Map the slots whose descriptors came with the Welcome."""
         if len(self._descriptors) < MAX_DESCRIPTORS:
             raise TransportError("the aggregator sent no shared memory with its welcome")
         up, down = self._descriptors.popleft(), self._descriptors.popleft()
         try:
-            self.attach(map_slots(up, place * slots, slots, slot_bytes), map_slots(down, 0, slots, slot_bytes))
+            self.attach(map_slots(up, position * slots, slots, slot_bytes), map_slots(down, 0, slots, slot_bytes))
         finally:
             os.close(up)
             os.close(down)
@@ -91,16 +91,16 @@ def connect_shm(host: str, port: int, timeout_s: float, *, any_user: bool = Fals
 
     Raises OSError when it is elsewhere or offers no shared memory, TransportError when it runs as another user.
     """
-    address, foreign = Address(host, port), ""
+    address, other_owner = Address(host, port), ""
     for sock in connect_local(host, port, timeout_s, purpose):
         link = ShmLink(sock, str(address), takes_memory=True)
         if any_user or link.process.is_trusted:
             return link
-        foreign = f"{link.process}, this worker to user {os.geteuid()}"
+        other_owner = f"{link.process}, this worker to user {os.geteuid()}"
         link.close()
-    if foreign:
+    if other_owner:
         raise TransportError(
-            f"the process that offers shared memory for {address} belongs to {foreign}: set "
+            f"the process that offers shared memory for {address} belongs to {other_owner}: set "
             "security.local_users = 'any' to allow that"
         )
     raise ConnectionRefusedError(f"no aggregator on this host listens on {address} for shared memory")

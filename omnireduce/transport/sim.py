@@ -25,7 +25,7 @@ class Network(Protocol):
     def at(self, time: float, action: Callable[[], None]) -> None: ...
 
 
-class Copied(Received):
+class CopiedMessage(Received):
     """A message with a copy of its bytes: they arrive even if its slot is filled anew on the way."""
 
     message: Array
@@ -36,13 +36,13 @@ class SimLink(InprocLink):
     the peer."""
 
     kind = "sim"
-    other: SimLink
+    other_end: SimLink
 
     def __init__(self, peer: str, network: Network, delay_s: Callable[[], float], pipe_bytes: int) -> None:
         super().__init__(peer)
         self.on_ready: Callable[[], None] = lambda: None
         self._network, self._delay_s, self._pipe_bytes = network, delay_s, pipe_bytes
-        self._instead: dict[int, Array] = {}  # messages that are sent and not credited, by slot
+        self._peer_messages: dict[int, Array] = {}  # messages that are sent and not credited, by slot
         self._mapped = False  # this end uses the slots of the peer, as with shared memory
         self._output: deque[Event] = deque()
         self._in_pipe = 0
@@ -52,16 +52,16 @@ class SimLink(InprocLink):
     def map_slots(self) -> None:
         """Use the slots that the other end has attached. This takes the place of `attach`."""
         self._mapped = True
-        self.attach(self.other.receive_slots, self.other.send_slots)
+        self.attach(self.other_end.receive_slots, self.other_end.send_slots)
 
     @property
     def shares_memory(self) -> bool:
-        return self._mapped or self.other._mapped
+        return self._mapped or self.other_end._mapped
 
     @property
     def readable(self) -> bool:
         """Whether a selector would find this end readable."""
-        return self._lost or bool(self._arrived)
+        return self._lost or bool(self._waiting_events)
 
     @property
     def writable(self) -> bool:
@@ -75,18 +75,18 @@ class SimLink(InprocLink):
     # output
 
     def _send(self, slot: int, nbytes: int) -> None:
-        self._instead.pop(slot, None)
+        self._peer_messages.pop(slot, None)
         super()._send(slot, nbytes)
 
-    def _send_instead(self, slot: int, message: Array) -> None:
+    def _send_message(self, slot: int, message: Array) -> None:
         super()._send(slot, message.size)
-        self._instead[slot] = message
+        self._peer_messages[slot] = message
 
-    def announce_again(self, slot: int, nbytes: int) -> None:
+    def send_twice(self, slot: int, nbytes: int) -> None:
         """Break the protocol: send a slot that is still under way once more."""
-        again = Copied(slot, nbytes)
-        again.message = self.send_slots[slot, :nbytes].copy()
-        self._output.append(again)
+        copy = CopiedMessage(slot, nbytes)
+        copy.message = self.send_slots[slot, :nbytes].copy()
+        self._output.append(copy)
 
     def _return_credit(self, slot: int) -> None:
         if not self._mapped:  # other ranks may still read a mapped slot
@@ -102,20 +102,20 @@ class SimLink(InprocLink):
     def _has_room(self, nbytes: int) -> bool:
         return self._in_pipe == 0 or self._in_pipe + nbytes <= self._pipe_bytes
 
-    def flush(self, most: int = EVERYTHING) -> None:
+    def flush(self, max_bytes: int = EVERYTHING) -> None:
         if self._lost or self._severed:
             self._output.clear()
-        while most > 0 and self._output and self._has_room(wire_bytes(self._output[0])):
+        while max_bytes > 0 and self._output and self._has_room(wire_bytes(self._output[0])):
             event = self._output.popleft()
             nbytes = wire_bytes(event)
-            most -= nbytes
+            max_bytes -= nbytes
             self._in_pipe += nbytes
-            self._travel(event)
+            self._deliver_later(event)
 
-    def _travel(self, event: Event) -> None:
+    def _deliver_later(self, event: Event) -> None:
         """Let `event` arrive after all events that were sent before."""
         self._last_arrival = max(self._network.now() + self._delay_s(), self._last_arrival)
-        self._network.at(self._last_arrival, lambda: None if self._severed else self.other.deliver(event))
+        self._network.at(self._last_arrival, lambda: None if self._severed else self.other_end.deliver(event))
 
     # input
 
@@ -128,14 +128,14 @@ class SimLink(InprocLink):
         events = super().poll()
         for event in events:
             if isinstance(event, Received) and not self.shares_memory:
-                self.receive_slots[event.slot, : event.nbytes] = self._sent(event)
-            self.other._read_by_peer(wire_bytes(event))
+                self.receive_slots[event.slot, : event.nbytes] = self._bytes_of(event)
+            self.other_end._read_by_peer(wire_bytes(event))
         return events
 
-    def _sent(self, event: Received) -> Array:
-        if isinstance(event, Copied):
+    def _bytes_of(self, event: Received) -> Array:
+        if isinstance(event, CopiedMessage):
             return event.message
-        message: Array = self.other._instead.get(event.slot, self.other.send_slots[event.slot])
+        message: Array = self.other_end._peer_messages.get(event.slot, self.other_end.send_slots[event.slot])
         return message[: event.nbytes]
 
     def _read_by_peer(self, nbytes: int) -> None:
@@ -149,14 +149,14 @@ class SimLink(InprocLink):
         if not self._closed:
             self._lost = self._closed = True
             self._output.clear()
-            self._travel(Lost("connection closed"))
+            self._deliver_later(Lost("connection closed"))
 
     def sever(self, notice_s: float, peer_notice_s: float) -> None:
         """Cut the network between the ends; each end hears of it after its notice, in seconds."""
-        self._cut(notice_s)
-        self.other._cut(peer_notice_s)
+        self._sever_end(notice_s)
+        self.other_end._sever_end(peer_notice_s)
 
-    def _cut(self, notice_s: float) -> None:
+    def _sever_end(self, notice_s: float) -> None:
         self._severed = True
         self._network.at(self._network.now() + notice_s, lambda: self.deliver(Lost("connection broken")))
 
@@ -165,6 +165,6 @@ def sim_pair(
     left: str, right: str, network: Network, delay_s: Callable[[], float], pipe_bytes: int = 1 << 20
 ) -> tuple[SimLink, SimLink]:
     """Two joined ends; `left` is the name under which the first end knows its peer."""
-    one, two = (SimLink(peer, network, delay_s, pipe_bytes) for peer in (left, right))
-    one.other, two.other = two, one
-    return one, two
+    first, second = (SimLink(peer, network, delay_s, pipe_bytes) for peer in (left, right))
+    first.other_end, second.other_end = second, first
+    return first, second

@@ -17,7 +17,7 @@ class TcpLink(StreamLink):
 
     kind = "tcp"
     inline = True
-    if_lost = ", and does it want TLS (security.tls_ca here)"
+    loss_question = ", and does it want TLS (security.tls_ca here)"
 
     def __init__(self, sock: socket.socket, peer: str, dead_peer_s: float) -> None:
         super().__init__(sock, peer)

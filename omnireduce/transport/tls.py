@@ -29,7 +29,7 @@ from omnireduce.support.files.paths import without_waiting
 from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.support.secret import read_private
 from omnireduce.transport.base import EVERYTHING, Event, Lost
-from omnireduce.transport.framing import CONTROL, EVENTS_PER_POLL, TLS, spoken
+from omnireduce.transport.framing import CONTROL, EVENTS_PER_POLL, TLS, guessed_protocol
 from omnireduce.transport.tcp import TcpLink
 
 _OTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH")
@@ -49,7 +49,7 @@ def aggregator_context(files: Security | Metrics, section: str = "security") -> 
     context.num_tickets = 0  # sessions are never resumed
     if files.tls_ca:
         context.verify_mode = ssl.CERT_REQUIRED
-    return _filled(context, files, section)
+    return _with_files(context, files, section)
 
 
 def worker_context(security: Security) -> ssl.SSLContext | None:
@@ -62,10 +62,10 @@ def worker_context(security: Security) -> ssl.SSLContext | None:
         return None
     if not security.tls_ca:
         raise ConfigError("security.tls_ca: a worker with TLS needs it, to know the aggregators' certificates")
-    return _filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), security, "security")
+    return _with_files(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), security, "security")
 
 
-def _filled(context: ssl.SSLContext, files: Security | Metrics, section: str) -> ssl.SSLContext:
+def _with_files(context: ssl.SSLContext, files: Security | Metrics, section: str) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     certificate, key = files.tls_certificate, files.tls_key
     if bool(certificate) != bool(key):
@@ -84,39 +84,41 @@ def _filled(context: ssl.SSLContext, files: Security | Metrics, section: str) ->
 def _add_authority(context: ssl.SSLContext, name: str, file: str) -> None:
     """Let `context` trust the certificates in a file, the value of the key `name`."""
     try:
-        with open(file, "rb", opener=without_waiting) as opened:  # opened here, because OpenSSL's errors say less
-            if stat.S_ISFIFO(os.fstat(opened.fileno()).st_mode):
+        with open(file, "rb", opener=without_waiting) as stream:  # opened here, because OpenSSL's errors say less
+            if stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode):
                 raise ConfigError(f"{name}: {file} is a pipe, expected a file")
         context.load_verify_locations(file)
     except ssl.SSLError as error:
-        raise ConfigError(f"{name}: {file} has no certificate that can be read, expected PEM{_why(error)}") from None
+        raise ConfigError(
+            f"{name}: {file} has no certificate that can be read, expected PEM{_reason_text(error)}"
+        ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{name}: {file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _add_certificate(context: ssl.SSLContext, section: str, certificate: str, key: str) -> None:
-    asked = []
+    passphrase_requests = []
 
     def no_passphrase() -> str:
-        asked.append(key)
+        passphrase_requests.append(key)
         return ""
 
     try:
         context.load_cert_chain(certificate, key, password=no_passphrase)
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None)
-        if asked:
+        if passphrase_requests:
             wrong = f"{key} has a passphrase, expected a key without one: openssl pkey -in {os.path.basename(key)}"
         elif reason in _OTHER_KEY:
             wrong = f"{key} is not the key of the certificate {certificate}"
         elif reason is None or "PEM" in reason or "NO_START_LINE" in reason:
             wrong = f"{key} has no private key that can be read, expected PEM"
         else:
-            wrong = f"OpenSSL refuses {certificate} and {key}{_why(error)}"
+            wrong = f"OpenSSL refuses {certificate} and {key}{_reason_text(error)}"
         raise ConfigError(f"{section}.tls_key: {wrong}") from None
 
 
-def _why(error: Exception) -> str:
+def _reason_text(error: Exception) -> str:
     """OpenSSL's name of the error, in small letters."""
     reason = getattr(error, "reason", None) or ""
     return f" ({reason.replace('_', ' ').lower()})" if reason else ""
@@ -139,11 +141,11 @@ ANSWER_BYTES = 65536  # bytes of OpenSSL's own answers that may wait for the pee
 class TlsLink(TcpLink):
     """A link over TCP and TLS. The handshake goes on in `poll`.
 
-    `host`: the name that a worker expects in the certificate; empty for an aggregator. `aside`: each step of the
+    `host`: the name that a worker expects in the certificate; empty for an aggregator. `uses_tasks`: each step of the
     handshake is a `task`, because signing takes long. Until the task is done, this thread does not use OpenSSL.
     """
 
-    if_lost = ""
+    loss_question = ""
 
     def __init__(
         self,
@@ -153,18 +155,18 @@ class TlsLink(TcpLink):
         context: ssl.SSLContext,
         host: str = "",
         *,
-        aside: bool = False,
+        uses_tasks: bool = False,
     ) -> None:
         super().__init__(sock, peer, dead_peer_s)
-        self._aside = aside
-        self._step: _Step | None = None  # the step of the handshake under way, until its outcome is handled
+        self._uses_tasks = uses_tasks
+        self._step: _HandshakeStep | None = None  # the step of the handshake under way, until its outcome is handled
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=not host, server_hostname=host or None)
         self._wire = memoryview(bytearray(STRANGER_WIRE_BYTES))
-        self._kept = 0  # bytes at the start of `_wire` that belong to an incomplete record
+        self._kept_bytes = 0  # bytes at the start of `_wire` that belong to an incomplete record
         self._sealed = memoryview(b"")  # records on their way out
         self.established = False
-        self._empty = 0  # records since the last record with data
+        self._empty_records = 0  # records since the last record with data
         if host:
             with suppress(ssl.SSLWantReadError):  # it has sent its greeting, and wants an answer
                 self._tls.do_handshake()
@@ -187,13 +189,13 @@ class TlsLink(TcpLink):
     @property
     def task(self) -> Callable[[], None] | None:
         step = self._step
-        return None if step is None or step.done else step.do
+        return None if step is None or step.is_done else step.run
 
-    def flush(self, most: int = EVERYTHING) -> None:
+    def flush(self, max_bytes: int = EVERYTHING) -> None:
         if self.task is not None:
             return
         if self.established:
-            super().flush(most)
+            super().flush(max_bytes)
         try:
             self._send_sealed()
         except OSError as error:
@@ -206,12 +208,12 @@ class TlsLink(TcpLink):
         connection.
         """
         self._send_sealed()
-        left = SEAL_BYTES
+        remaining = SEAL_BYTES
         for view in views:
-            taken = self._tls.write(view[:left])
-            self._gone.append(self._gone[0] + taken)
-            left -= taken
-            if not left:
+            written = self._tls.write(view[:remaining])
+            self._taken_bytes.append(self._taken_bytes[0] + written)
+            remaining -= written
+            if not remaining:
                 break
 
     def _send_sealed(self) -> None:
@@ -236,16 +238,16 @@ class TlsLink(TcpLink):
             return events
         if self._step is not None:
             step, self._step = self._step, None
-            self._stepped(step.error, events)
+            self._handle_step(step.error, events)
         self._end_if_unread(events)
         budget = RECORDS_PER_POLL
         while budget and self._lost is None:
-            room = self._wire[self._kept :]
-            count = self._hear(room, events)
+            room = self._wire[self._kept_bytes :]
+            count = self._receive_into(room, events)
             if not count:
                 break
-            at, budget = self._take_records(self._kept + count, budget, events)
-            self._keep(at, self._kept + count, events, leave=not budget)
+            at, budget = self._take_records(self._kept_bytes + count, budget, events)
+            self._consume(at, self._kept_bytes + count, events, leave=not budget)
             if count < len(room):
                 break
         if self._outgoing.pending:
@@ -281,18 +283,18 @@ class TlsLink(TcpLink):
         kind, major, length = RECORD.unpack_from(self._wire, at)
         if kind not in RECORD_TYPES or major != 3 or length > RECORD_LIMIT:
             first = bytes(self._wire[at : at + 5])
-            name = "a worker without TLS (security.tls_ca)" if first[:2] == PLAIN else spoken(first)
-            more = f", with a record of {length} bytes" if name == TLS else ""
-            what = f"it looks like {name}{more}" if name else f"it sent {first!r}"
-            self._end(events, f"no TLS: {what}", violation=True)
+            name = "a worker without TLS (security.tls_ca)" if first[:2] == PLAIN else guessed_protocol(first)
+            detail = f", with a record of {length} bytes" if name == TLS else ""
+            description = f"it looks like {name}{detail}" if name else f"it sent {first!r}"
+            self._end(events, f"no TLS: {description}", violation=True)
             return 0
         size = 5 + int(length)
         return size if size <= end - at else 0
 
-    def _keep(self, at: int, end: int, events: list[Event], *, leave: bool) -> None:
+    def _consume(self, at: int, end: int, events: list[Event], *, leave: bool) -> None:
         """Remove the bytes before `at` from the socket. The bytes from `at` up to `end` are not used yet: leave them in
         the socket (`leave`), or keep them here."""
-        used, dropped = (at if leave else end) - self._kept, 0
+        used, dropped = (at if leave else end) - self._kept_bytes, 0
         try:
             dropped = self._sock.recv_into(self._wire, used, socket.MSG_TRUNC)  # copies nothing
         except OSError as error:
@@ -300,45 +302,45 @@ class TlsLink(TcpLink):
                 raise
         if dropped != used and self._lost is None:
             self._end(events, "connection broken: its last bytes were lost")
-        self._kept = 0 if leave else end - at
-        self._wire[: self._kept] = self._wire[at : at + self._kept]
+        self._kept_bytes = 0 if leave else end - at
+        self._wire[: self._kept_bytes] = self._wire[at : at + self._kept_bytes]
 
     def _take_handshake(self, events: list[Event]) -> None:
         """Do the next step of the handshake, or let a task do it."""
-        self._empty += 1
-        if self._aside:
-            self._step = _Step(self._tls, self._sock)
+        self._empty_records += 1
+        if self._uses_tasks:
+            self._step = _HandshakeStep(self._tls, self._sock)
             return
         try:
             self._tls.do_handshake()
         except OSError as error:
             if raised_by_signal_handler(error):
                 raise
-            self._stepped(error, events)
+            self._handle_step(error, events)
         else:
-            self._stepped(None, events)
+            self._handle_step(None, events)
 
-    def _stepped(self, error: Exception | None, events: list[Event]) -> None:
+    def _handle_step(self, error: Exception | None, events: list[Event]) -> None:
         """Handle the outcome of a step of the handshake."""
         if error is None:
-            self.established, self._empty = True, 0
+            self.established, self._empty_records = True, 0
             self.flush()
         elif isinstance(error, ConnectionResetError):
             self._end_closed(events, self._output_error if error.errno in (0, errno.EPIPE) else error.strerror)
         elif not isinstance(error, ssl.SSLWantReadError):
             self._end(events, f"no TLS: {getattr(error, 'strerror', '') or error}", violation=True)
-        elif self._empty > HANDSHAKE_RECORDS:
+        elif self._empty_records > HANDSHAKE_RECORDS:
             self._end(events, f"no TLS: a handshake of more than {HANDSHAKE_RECORDS} records", violation=True)
 
     def _take_data(self, events: list[Event]) -> None:
         """Decrypt a record, straight into the slot or the buffer of its bytes."""
         count = self._decrypt(events)
-        self._empty = 0 if count else self._empty + 1
+        self._empty_records = 0 if count else self._empty_records + 1
         while count:
-            self._arrived(count, events)
+            self._handle_input(count, events)
             count = self._decrypt(events) if self._lost is None and self._tls.pending() else 0
-        if self._empty > EMPTY_RECORDS and self._lost is None:
-            self._end(events, f"{self._empty} TLS records in a row without data", violation=True)
+        if self._empty_records > EMPTY_RECORDS and self._lost is None:
+            self._end(events, f"{self._empty_records} TLS records in a row without data", violation=True)
 
     def _decrypt(self, events: list[Event]) -> int:
         target = self._view[self._filled :] if self._body is None else self._body
@@ -350,8 +352,8 @@ class TlsLink(TcpLink):
             if isinstance(error, ssl.SSLWantReadError):
                 return 0
             alert = "_ALERT_" in str(getattr(error, "reason", ""))  # an alert says that this side broke the rules
-            what = "connection broken" if alert else "no TLS"
-            self._end(events, f"{what}: {error.strerror or error}", not alert, refused=alert)
+            problem = "connection broken" if alert else "no TLS"
+            self._end(events, f"{problem}: {error.strerror or error}", not alert, refused=alert)
             return 0
         if count == 0:
             self._end(events, "connection closed")
@@ -399,21 +401,21 @@ def _shake_hands(link: TlsLink, deadline: float) -> str:
 
 
 def accept_tls(
-    sock: socket.socket, peer: str, dead_peer_s: float, context: ssl.SSLContext, *, aside: bool = False
+    sock: socket.socket, peer: str, dead_peer_s: float, context: ssl.SSLContext, *, uses_tasks: bool = False
 ) -> TlsLink:
     """The link of a connection that was accepted; the handshake is still to come. Raises OSError."""
-    return TlsLink(sock, peer, dead_peer_s, context, aside=aside)
+    return TlsLink(sock, peer, dead_peer_s, context, uses_tasks=uses_tasks)
 
 
-class _Step:
+class _HandshakeStep:
     """One step of a handshake, which any thread may do. It does nothing if the peer has gone meanwhile."""
 
     def __init__(self, tls: ssl.SSLObject, sock: socket.socket) -> None:
         self._tls, self._sock = tls, sock
         self.error: Exception | None = None
-        self.done = False
+        self.is_done = False
 
-    def do(self) -> None:
+    def run(self) -> None:
         try:
             if self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in HUNG_UP:
                 number = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -421,4 +423,4 @@ class _Step:
             self._tls.do_handshake()
         except Exception as error:
             self.error = error
-        self.done = True
+        self.is_done = True

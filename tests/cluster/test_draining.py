@@ -392,7 +392,7 @@ def test_a_stop_is_not_taken_back_and_keeps_its_time() -> None:
 
 def test_what_an_order_means() -> None:
     def means(job: str, team: str, *, of: Sequence[str] = ("train", "vision")) -> bool:
-        return Order("end", "me", job, team or None).means(*of)
+        return Order("end", "me", job, team or None).covers(*of)
 
     assert means("train", "")
     assert means("", "vision")

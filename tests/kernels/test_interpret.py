@@ -140,7 +140,7 @@ def test_a_program_is_no_more_than_one_step_of_a_shard_may_be() -> None:
     tanh, scale = (bytes([each, 0, 0, 0] * 64) for each in (Operation.TANH, Operation.SCALE))
     for code, size in ((scale, PROGRAM_ELEMENTS), (tanh, STEP_WORK // (64 * 90))):
         program = BlockProgram(0, 0, 0, code, packed(1.0))
-        assert program.most_elements == size
+        assert program.max_elements == size
         Descriptor("allreduce", "", "float32", (1 << 20,), block_size=size, program=program)
         with pytest.raises(UsageError, match=f"blocks of {size + 8} elements: expected at most {size} with this"):
             Descriptor("allreduce", "", "float32", (1 << 20,), block_size=size + 8, program=program)

@@ -11,7 +11,7 @@ from samples import DTYPES, Array, sparse_tensor
 
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.core.layout import ALL_STRIPES, Layout, Stripes
-from omnireduce.kernels.merge import ABSENT, SOLE_SHIFT, admit_indices, admit_marked, leave_out, plan_union
+from omnireduce.kernels.merge import ABSENT, MARK_SHIFT, admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -33,10 +33,10 @@ class Union:
         self.out_indices, self.parts = np.full(capacity, -9), np.full((capacity, ranks), -9)
         self.written, self.soles = 0, np.zeros(ranks, np.int64)
 
-    def plan(self, watermark: int, *, mark_sole: bool = False) -> None:
+    def plan(self, watermark: int, *, marks_single_sender: bool = False) -> None:
         self.written += plan_union(
             *(self.indices, self.position, self.count, self.start, self.block_size, watermark),
-            *(self.out_indices[self.written :], self.parts[self.written :], mark_sole, self.soles),
+            *(self.out_indices[self.written :], self.parts[self.written :], marks_single_sender, self.soles),
         )
 
 
@@ -148,7 +148,7 @@ def test_admit_marked(
 ) -> None:
     if ascending:
         blocks = sorted(set(blocks))
-    marked = [block | (1 + who) << SOLE_SHIFT for block, who in zip(blocks, alone, strict=False)]
+    marked = [block | (1 + who) << MARK_SHIFT for block, who in zip(blocks, alone, strict=False)]
     admitted, unchanged = np.full(len(blocks), -9), np.zeros(len(blocks), np.bool_)
     shared = np.array(marked, np.int64)
     expected = fitting(blocks, low, FAR + 9, stripes)
@@ -178,7 +178,7 @@ def test_scatter_blocks(seed: int, blocks: int, words: int, spare: int) -> None:
 def test_leave_out(seed: int, count: int, width: int) -> None:
     rng = np.random.default_rng(seed)
     owners = rng.integers(0, 4, count)  # 0: nobody alone; else 1 + the rank
-    marked = np.arange(count) + FAR | owners << SOLE_SHIFT
+    marked = np.arange(count) + FAR | owners << MARK_SHIFT
     rows = rng.integers(0, 256, (count, width), np.uint8)
     for rank in range(3):
         out = np.full((count, width), 0xA5, np.uint8)
@@ -219,7 +219,7 @@ def test_add_rows(dtype: str, seed: int, n: int, length: int) -> None:
 def test_marks_tell_whose_block_alone_a_result_is(lists: list[list[int]], rank: int) -> None:
     blocks = sorted(set().union(*lists))
     union = Union([[block + FAR for block in each] for each in lists], len(blocks))
-    union.plan(FAR + 10, mark_sole=True)
+    union.plan(FAR + 10, marks_single_sender=True)
     indices, unchanged = np.full(len(blocks), -1), np.zeros(len(blocks), np.bool_)
     assert admit_marked(union.out_indices, rank, FAR, FAR + 10, *ALL_STRIPES, indices, unchanged) == len(blocks)
     assert indices.tolist() == [block + FAR for block in blocks]
@@ -229,9 +229,9 @@ def test_marks_tell_whose_block_alone_a_result_is(lists: list[list[int]], rank: 
 
 
 def test_a_mark_leaves_room_for_the_largest_block_number_and_world_size() -> None:
-    last = (1 << SOLE_SHIFT) - 1
+    last = (1 << MARK_SHIFT) - 1
     union = Union([[]] * 31_999 + [[last]], 1)
-    union.plan(last + 1, mark_sole=True)
+    union.plan(last + 1, marks_single_sender=True)
     indices, unchanged = np.zeros(1, np.int64), np.zeros(1, np.bool_)
     assert admit_marked(union.out_indices, 31_999, 0, last + 1, *ALL_STRIPES, indices, unchanged) == 1
     assert (indices[0], unchanged[0]) == (last, True)

@@ -13,12 +13,12 @@ from oracle import indices_of_runs
 
 from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Stripes
-from omnireduce.kernels.merge import SOLE_SHIFT
+from omnireduce.kernels.merge import MARK_SHIFT
 from omnireduce.kernels.runs import expand_runs, list_runs
 
 FAR = 2**40  # beyond what 32 bits can count
-LARGEST = 2**SOLE_SHIFT - 1
-EDGES = [0, 1, 2, 3, 8, 2**31, FAR, LARGEST - 1, LARGEST, 1 << SOLE_SHIFT, 2**62, 2**63 - 1]
+LARGEST = 2**MARK_SHIFT - 1
+EDGES = [0, 1, 2, 3, 8, 2**31, FAR, LARGEST - 1, LARGEST, 1 << MARK_SHIFT, 2**62, 2**63 - 1]
 STRIPES = st.builds(lambda shards, size: Stripes(0, shards, size), st.integers(1, 3), st.integers(1, 5))
 WORDS = st.integers(0, 20) | st.sampled_from([*EDGES, *(-edge - 1 for edge in EDGES)])
 
@@ -71,10 +71,10 @@ def test_what_is_listed_is_expanded(
     places = [base * stripes.shards * stripes.stripe_blocks + at for at in range(120)]
     own_blocks = [block for block in places if block // stripes.stripe_blocks % stripes.shards == 0]
     pairs = list(zip(own_blocks, blocks, marks, strict=False))
-    indices = [block | marked * mark << SOLE_SHIFT for block, present, mark in pairs if present]
+    indices = [block | marked * mark << MARK_SHIFT for block, present, mark in pairs if present]
     follows = dict(pairwise(own_blocks))
     joined = sum(
-        follows[one % 2**SOLE_SHIFT] | one >> SOLE_SHIFT << SOLE_SHIFT == two for one, two in pairwise(indices)
+        follows[one % 2**MARK_SHIFT] | one >> MARK_SHIFT << MARK_SHIFT == two for one, two in pairwise(indices)
     )
     runs = listed(indices, stripes)
     shortest = len(indices) - joined
@@ -104,7 +104,7 @@ def honest(words: list[int], stripes: Stripes, limit: int) -> tuple[list[int], i
         fitting = indices_of_runs(
             [first, max(0, min(count, limit - len(indices)))], stripes.shards, stripes.stripe_blocks
         )
-        beyond = [at for at, each in enumerate(fitting) if each >> SOLE_SHIFT != first >> SOLE_SHIFT]
+        beyond = [at for at, each in enumerate(fitting) if each >> MARK_SHIFT != first >> MARK_SHIFT]
         indices += fitting[: beyond[0]] if beyond else fitting
         if count < 1 or beyond or len(fitting) < count or len(indices) == limit:
             return indices, run + (not beyond and 0 < count == len(fitting))

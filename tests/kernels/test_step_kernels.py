@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import indices_of_steps, steps_of
 
-from omnireduce.kernels.merge import SOLE_SHIFT
+from omnireduce.kernels.merge import MARK_SHIFT
 from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
 
-LARGEST = 2**SOLE_SHIFT - 1
+LARGEST = 2**MARK_SHIFT - 1
 INDICES = st.lists(
     st.integers(0, 300) | st.integers(0, LARGEST) | st.sampled_from([0, 127, 128, 2**14 - 1, 2**14, LARGEST]),
     unique=True,
@@ -58,8 +58,8 @@ def test_a_list_that_is_too_long_is_none(indices: list[int]) -> None:
 
 
 def test_marks_have_no_place_in_steps() -> None:
-    assert listed([3, 5 | 1 << SOLE_SHIFT], 100) is None
-    assert listed([3, 5 | (2**15 - 1) << SOLE_SHIFT], 100) is None
+    assert listed([3, 5 | 1 << MARK_SHIFT], 100) is None
+    assert listed([3, 5 | (2**15 - 1) << MARK_SHIFT], 100) is None
 
 
 def honest(steps: bytes, size: int) -> list[int]:

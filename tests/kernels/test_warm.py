@@ -156,11 +156,11 @@ def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.setattr(warm, "kernel_files", lambda: files)
     files.save("one", b"")
     log = BoundLog(logging.getLogger("omnireduce"))
-    kernels_ready.say_trouble(log, is_first=False)
+    kernels_ready.log_kernel_trouble(log, is_first=False)
     assert not caplog.records
     files.save("one", b"")
     for _ in range(2):
-        kernels_ready.say_trouble(log, is_first=True)
+        kernels_ready.log_kernel_trouble(log, is_first=True)
     assert caplog.text.count("every start compiles them again (this user has no home): set OMNIREDUCE_CACHE") == 1
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine_bench import BLOCKS, Bench, aggregator, message
 
-from omnireduce.core.status_messages import MOST, LateRank, Status, StatusRequest, Traffic
+from omnireduce.core.status_messages import MAX_TOTAL, LateRank, Status, StatusRequest, Traffic
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Report, decode_control, encode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.counters import Account
@@ -103,14 +103,14 @@ def test_totals_stay_where_integers_end() -> None:
     """Ranks may announce 2^48 blocks with a message of none, as often as they like."""
     bench = aggregator()
     account, report = machine(bench).account, StatusPages("a:1", lambda: 0.0)
-    account.traffic.rank_blocks = report._ended.rank_blocks = MOST - BLOCKS
+    account.traffic.rank_blocks = report._ended.rank_blocks = MAX_TOTAL - BLOCKS
     collective(bench, 0, [0, 1], 0.0)
-    assert (account.traffic.rank_blocks, account.traffic.blocks) == (MOST, BLOCKS)
+    assert (account.traffic.rank_blocks, account.traffic.blocks) == (MAX_TOTAL, BLOCKS)
     report._ended.add(account.traffic)
     page = report.page(StatusRequest(PROTOCOL_VERSION), [], [], connections=0)
     assert decode_control(encode_control(page)) == page
     assert isinstance(page, Status)
-    assert page.traffic.rank_blocks == MOST
+    assert page.traffic.rank_blocks == MAX_TOTAL
 
 
 @pytest.mark.parametrize("kind", ["broadcast", "allgather", "barrier"])

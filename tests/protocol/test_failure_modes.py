@@ -262,7 +262,7 @@ def test_a_shard_that_stood_still_is_named_though_it_moves_on() -> None:
 
 
 def test_who_a_hostile_shard_names_still_fits_a_message() -> None:
-    waiting = Waiting("x", "the aggregator" + "a" * 4082, 1.0).heard_from("127.0.0.1:7400")
+    waiting = Waiting("x", "the aggregator" + "a" * 4082, 1.0).with_sender("127.0.0.1:7400")
     assert waiting.who.startswith("aggregator 127.0.0.1:7400aaa")
     decode_control(encode_control(Leave(Cause(waiting.who, "not complete", timeout=True))))
 

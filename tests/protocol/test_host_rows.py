@@ -15,7 +15,7 @@ from samples import CASES, Array, some_rows
 from omnireduce.core.descriptor import PACKET_BYTES
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.kernels.regions import DESCRIPTORS, ROWS_AT, SLOTS
-from omnireduce.kernels.rows import AT_ONCE
+from omnireduce.kernels.rows import ROWS_PER_STEP
 from omnireduce.protocol.collective.packets import packet_count
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -60,14 +60,14 @@ def test_numbers_that_do_not_fit_one_slot(seed: int, ranks: int, slots: int) -> 
 
 
 def test_a_union_that_is_not_listed_in_one_step() -> None:
-    numbers = [np.arange(0, 2 * AT_ONCE, 2), np.arange(AT_ONCE, 3 * AT_ONCE // 2, 3), np.arange(7)]
+    numbers = [np.arange(0, 2 * ROWS_PER_STEP, 2), np.arange(ROWS_PER_STEP, 3 * ROWS_PER_STEP // 2, 3), np.arange(7)]
     cluster = InprocCluster(3, slot_bytes=1 << 16, seed=1, hosts=[range(3)])
     check_bytes(cluster, [(number, (number % 50).astype(np.uint8).reshape(-1, 1)) for number in numbers])
 
 
 def check_bytes(cluster: InprocCluster, inputs: Sequence[Rows]) -> None:
     """Rows of one byte, of which many fit a slot."""
-    n_rows = 2 * AT_ONCE
+    n_rows = 2 * ROWS_PER_STEP
     results = [cluster.rows(rank, *brought, n_rows) for rank, brought in enumerate(inputs)]
     cluster.run()
     union, sums = expected_rows([range(len(inputs))], inputs, n_rows, "sum")

@@ -351,7 +351,7 @@ def test_blocks_of_another_size_name_the_peer(block_bytes: int, down: bool) -> N
     slot = 0 if down else 1  # the last free slot goes first
     count = min(100, capacity(4096, block_bytes))  # more than the slot has room for in blocks of 32 bytes
     nbytes = seal(link.receive_slots[slot], 0, 128, np.arange(count), block_bytes, b"" if down else first)
-    link._arrived.clear()
+    link._waiting_events.clear()
     link.deliver(Received(slot, nbytes))
     cluster.settle()
     assert cluster.culprits() == {"aggregator 127.0.0.1:7400" if down else RANK_1}
@@ -367,7 +367,7 @@ def test_blocks_of_another_shard_name_the_peer(down: bool) -> None:
     link = cluster.up[1][1] if down else cluster.down[1][1]
     slot, first = (0, b"") if down else (1, Descriptor("allreduce", "", "float32", (480,)).encoded)
     nbytes = seal(link.receive_slots[slot], 0, 60, np.array([4, 5, 8]), 32, first)  # 8 is of shard 0
-    link._arrived.clear()
+    link._waiting_events.clear()
     link.deliver(Received(slot, nbytes))
     cluster.settle()
     assert cluster.culprits() == {"aggregator 127.0.0.1:7401" if down else RANK_1}
@@ -394,7 +394,7 @@ def test_a_message_that_changes_its_collective_names_the_peer() -> None:
         cluster.allreduce(rank, np.ones(6000, np.float32))
         cluster.worker_drivers[rank].advance()
     link = cluster.down[0][1]
-    _, second, *_ = [event for event in link._arrived if isinstance(event, Received)]
+    _, second, *_ = [event for event in link._waiting_events if isinstance(event, Received)]
     header = read_header(link.receive_slots[second.slot], second.nbytes)
     assert (header.collective, header.extra_bytes) == (0, 0)
     HEADER.pack_into(link.receive_slots[second.slot].data, 0, 1, *header[1:])

@@ -60,7 +60,7 @@ def resources() -> list[str]:
 
 def queue(settings: Verbs) -> Queue:
     slots = (private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
-    return Queue(choose(settings, near=""), settings, *slots)
+    return Queue(choose(settings, local_address=""), settings, *slots)
 
 
 def failure(queue: Queue) -> str:
@@ -185,7 +185,7 @@ def test_a_device_that_is_removed_waits_for_its_job(spare: str) -> None:
             removal = behind_the_job.enter_context(subprocess.Popen(["rdma", "link", "delete", "rxe3"]))
             assert eventually(lambda: "rxe3" not in devices())
             with pytest.raises(TransportError, match=r"'rxe3'.*this host has .*rxe0 port 1"):
-                choose(Verbs(device="rxe3"), near="")
+                choose(Verbs(device="rxe3"), local_address="")
             for worker in ranks:
                 since = worker.expect("round")["round"]
                 expect_round(worker, "round", since + 3)
@@ -339,9 +339,9 @@ def test_a_shard_that_has_no_descriptors_for_the_last_rank_tells_all() -> None:
 
 def test_a_device_that_is_not_there_is_answered_with_those_that_are() -> None:
     with pytest.raises(TransportError, match=r"mlx5_0.*this host has rxe0 port 1 \(active\)"):
-        choose(Verbs(device="mlx5_0"), near="")
+        choose(Verbs(device="mlx5_0"), local_address="")
     with pytest.raises(TransportError, match=r"has no GID with index 99; its table: 0: .* RoCE v2"):
-        choose(Verbs(gid_index=99), near="")
+        choose(Verbs(gid_index=99), local_address="")
 
 
 def test_nothing_is_registered_or_made_for_a_collective(daemon: Daemon) -> None:

@@ -128,11 +128,11 @@ def test_who_leaves_while_the_ranks_of_a_host_meet_is_named_by_the_aggregator(
 
     def connecting(self: HostRendezvous) -> None:
         connect(self)
-        if self._me == victim and self._sockets:  # no rank has said yet that it has everything
+        if self._own_index == victim and self._sockets:  # no rank has said yet that it has everything
             leave(self)
 
     def looking(self: HostRendezvous) -> bool:
-        if self._me == victim and self._unserved:
+        if self._own_index == victim and self._unserved:
             leave(self)
         try:
             return turn(self)

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from omnireduce.core.wire.control import (
-    MOST_RELAYS,
+    MAX_RELAYS,
     NONCE_BYTES,
     PROTOCOL_VERSION,
     Aborted,
@@ -105,7 +105,7 @@ class Bench:
 
     def hear(self, link: InprocLink) -> None:
         link.flush()
-        calls = [key.data for key in self.watched.get_map().values() if key.fileobj.other is link]
+        calls = [key.data for key in self.watched.get_map().values() if key.fileobj.other_end is link]
         for call in calls:
             call()
 
@@ -357,7 +357,7 @@ def test_ranks_that_are_told_different_things_are_refused() -> None:
 
 def test_a_circle_of_relays_has_an_end() -> None:
     bench = Bench()
-    bench.come(0, relays=("other:1",) * MOST_RELAYS, relay=b"other")
+    bench.come(0, relays=("other:1",) * MAX_RELAYS, relay=b"other")
     assert len(bench.told(0)) == 1
     refused = bench.refusal(0)
     assert "circle" in refused.reason

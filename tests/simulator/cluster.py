@@ -219,7 +219,7 @@ class Cluster:
         ours.kind = theirs.kind = "shm" if shares_memory else "tcp"  # type: ignore[misc]
         theirs.inline = not shares_memory
         ours.on_ready = client.wake
-        ours.most_events = client.most_events
+        ours.max_events = client.max_events
         self._links += [ours, theirs]
         self.world.at(self.world.now() + delay_s(), lambda: target.accept(theirs))
         return ours

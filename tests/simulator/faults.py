@@ -156,7 +156,7 @@ def _send_garbage(cluster: Cluster, fault: Fault, worker: Worker) -> None:
     if fault.number == 0 or link.send_slots.size == 0:
         link.send_control(b"\xc1 garbage")
     elif fault.number == 1:
-        link.other.deliver(Received(999, 64))
+        link.other_end.deliver(Received(999, 64))
     else:
         for slot in link._in_flight:
             link.send_slots[slot, :64] = 0xFF
@@ -180,16 +180,16 @@ def _tamper(cluster: Cluster, fault: Fault, worker: Worker) -> None:
 
 
 def _lie(cluster: Cluster, fault: Fault, worker: Worker) -> None:
-    if worker.links[fault.shard].other.over:
+    if worker.links[fault.shard].other_end.over:
         return
-    link, rule = worker.links[fault.shard].other, LIES[int(fault.number)]
+    link, rule = worker.links[fault.shard].other_end, LIES[int(fault.number)]
     lie = fault.shard, worker.job.name, rule
     if lie in cluster.lies:  # links may share the memory of a result, and two that change it back tell the truth
         return
     cluster.lies.add(lie)
     for shard in cluster.shards[cluster.protocol.shards :]:  # a relay passes on what its members then find
         cluster.blame(worker.job.name, shard.address)
-    cluster.blame(worker.job.name, link.other.peer)
+    cluster.blame(worker.job.name, link.other_end.peer)
     if not callable(rule):
         cluster.blame(worker.job.name, worker.culprit)  # it hangs up, and the liar alone can tell the others
 

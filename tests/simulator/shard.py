@@ -126,14 +126,14 @@ class Shard(Process):
     def read_slowly(self, turn_s: float) -> None:
         super().read_slowly(turn_s)
         for link in self.selector.links:
-            link.most_events = self.most_events
+            link.max_events = self.max_events
 
     def _adopt(self) -> bool:
         """Let the server take what waits at its listening socket; return whether there was anything."""
         backlog, self._backlog = self._backlog, []
         for link in backlog:
             link.on_ready = self.wake
-            link.most_events = self.most_events
+            link.max_events = self.max_events
             self.server.adopt(link)
         return bool(backlog)
 

@@ -235,9 +235,9 @@ class _Liar:
     def __init__(self, link: SimLink) -> None:
         self._waiting: dict[Rule | str, Callable[[], None]] = {}
         self._before = Header(-1, 0, 0, 0, 0)
-        self._link, self._send_slot, self._send_instead = link, link._send, link._send_instead
+        self._link, self._send_slot, self._send_message = link, link._send, link._send_message
         # this link alone lies, whatever made it: a class of its own would have to be chosen before anybody joins
-        link._send, link._send_instead = self._send, self._instead  # type: ignore[method-assign]
+        link._send, link._send_message = self._send, self._instead  # type: ignore[method-assign]
 
     def wait(self, rule: Rule | str, broken: Callable[[], None]) -> None:
         self._waiting.setdefault(rule, broken)
@@ -248,7 +248,7 @@ class _Liar:
     def _instead(self, slot: int, message: Array) -> None:
         memory = np.zeros(self._link.send_slots.shape[1], np.uint8)
         memory[: message.size] = message
-        self._pass_on(slot, message.size, memory, lambda length: self._send_instead(slot, memory[:length]))
+        self._pass_on(slot, message.size, memory, lambda length: self._send_message(slot, memory[:length]))
 
     def _pass_on(self, slot: int, nbytes: int, memory: Array, honest: Callable[[int], None]) -> None:
         try:
@@ -262,7 +262,7 @@ class _Liar:
             self._link._output.append(_STRAY[rule])
         honest(nbytes)
         if rule == TWICE:
-            self._link.announce_again(slot, nbytes)
+            self._link.send_twice(slot, nbytes)
         if rule is not None:
             self._waiting.pop(rule)()
 

@@ -99,7 +99,7 @@ def delay_second_welcome(run: Cluster) -> None:
     """Rank 1 hears from shard 1 only 3 s after it was admitted there; rank 0 goes ahead."""
 
     def delay(worker: Worker, seconds: float) -> None:
-        worker.links[1].other._delay_s = lambda: seconds
+        worker.links[1].other_end._delay_s = lambda: seconds
 
     when(run, 1, lambda worker: len(worker.links) == 2, lambda worker: delay(worker, 3.0))
     when(run, 1, joined, lambda worker: delay(worker, 0.0))
@@ -153,7 +153,7 @@ def test_what_another_shard_still_has_to_deliver_is_not_lost_when_one_stops() ->
     """Shard 0 is done with the collective. It stops, waits 5 s and hangs up. Only then the results of shard 1 come."""
 
     def delay(worker: Worker) -> None:
-        worker.links[1].other._delay_s = lambda: 7.0
+        worker.links[1].other_end._delay_s = lambda: 7.0
 
     run = cluster(shards=2, work=(SUM, SUM))
     for rank in range(2):

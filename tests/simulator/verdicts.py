@@ -121,7 +121,7 @@ class Verdicts:
         if tampered or not worker.clean:
             return
         for link, free in zip(worker.links, worker.free_slots(), strict=True):
-            ends = [link._in_flight, link._held, link.other._in_flight, link.other._held]
+            ends = [link._in_flight, link._held, link.other_end._in_flight, link.other_end._held]
             if any(ends) or free != list(range(len(link.send_slots))):
                 self.add(f"slots: {worker.name}: {ends} in use and {free} free at a clean end")
 

@@ -136,7 +136,7 @@ class Process:
         self.slow_turn_s = turn_s
 
     @property
-    def most_events(self) -> int:
+    def max_events(self) -> int:
         """Number of events of a connection that are read at once."""
         return 1 if self.slow_turn_s else UNLIMITED
 

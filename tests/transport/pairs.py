@@ -194,7 +194,7 @@ class TlsPair(TcpPair):
 
     def write_raw(self, link: Link, data: bytes) -> None:
         peer = self.right if link is self.left else self.left
-        peer._queue(data)
+        peer._queue_output(data)
         peer.flush()
 
 

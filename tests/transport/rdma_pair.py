@@ -15,7 +15,7 @@ from omnireduce.transport.verbs.queue import Queue
 from .pairs import VerbsPair
 
 SETTINGS = Verbs()
-CHOICE = choose(SETTINGS, near="")
+CHOICE = choose(SETTINGS, local_address="")
 
 
 class RdmaPair(VerbsPair):

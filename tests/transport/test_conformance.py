@@ -295,7 +295,7 @@ def test_one_poll_takes_a_bounded_amount_and_leaves_the_rest_where_it_is_told_of
             sent += 1
     events: list[Event] = []
     if not pair.has_descriptors:  # the simulation says how much one poll takes
-        pair.left.most_events = 7  # type: ignore[attr-defined]
+        pair.left.max_events = 7  # type: ignore[attr-defined]
     limit = EVENTS_PER_POLL + RECORD_LIMIT // FRAME.size
 
     def step() -> bool:

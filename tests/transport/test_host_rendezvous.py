@@ -30,7 +30,7 @@ def meet(token: bytes, ranks: int, me: int) -> HostGroup:
         if meeting.turn():
             assert meeting.group is not None
             return meeting.group
-        select.select([meeting.fileno()], [], [], RETRY_S if meeting.must_try_again else WAIT_S)
+        select.select([meeting.fileno()], [], [], RETRY_S if meeting.must_retry_soon else WAIT_S)
     raise AssertionError("the others did not come")
 
 

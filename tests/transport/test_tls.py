@@ -48,7 +48,7 @@ class Guest:
         with listen_tcp("127.0.0.1", 0) as listener:
             self.sock = socket.create_connection(listener.getsockname())
             self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.link = accept_tls(accept(listener), "guest", 60, context, aside=aside)
+            self.link = accept_tls(accept(listener), "guest", 60, context, uses_tasks=aside)
         if admitted:
             self.link.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
         self.client = TlsClient()

@@ -11,7 +11,7 @@ import pytest
 
 from omnireduce.errors import TransportError
 from omnireduce.transport.base import Control, Lost, Received
-from omnireduce.transport.verbs.link import LETTERS, Failure
+from omnireduce.transport.verbs.link import MAX_HELD_CONTROLS, Failure
 
 from .pairs import VerbsPair, Wire
 
@@ -86,12 +86,12 @@ def test_control_messages_that_wait_are_few(pair: VerbsPair) -> None:
     left = wire(pair)
     pair.right.send(0, 8)
     left.news.clear()
-    for _ in range(3 * LETTERS):
+    for _ in range(3 * MAX_HELD_CONTROLS):
         pair.right.send_control(b"x")
     pair.wait([pair.left], 10)
     for _ in range(10):
         assert pair.left.poll() == []
-    assert len(pair.left._letters) <= 4 * LETTERS
+    assert len(pair.left._held_controls) <= 4 * MAX_HELD_CONTROLS
     pair.right.close()
     pair.left.send_control(b"to nobody")  # the answer is a reset
     pair.repeat(lambda: bool(pair.left.poll()) or pair.left.over, pair.left)

@@ -66,7 +66,7 @@ def capacity(slot_bytes: int, block_bytes: int) -> int:
     return max(0, (slot_bytes - HEADER_BYTES - EXTRA_BYTES - 8) // (block_bytes + INDEX_BYTES))
 
 
-def room_for(message_bytes: int) -> int:
+def slot_bytes_for(message_bytes: int) -> int:
     """The size of a slot for blocks of 8 bytes or more, each with its index, that take `message_bytes` in all."""
     return (HEADER_BYTES + 2 * message_bytes + EXTRA_BYTES + 15) // 8 * 8
 

@@ -8,23 +8,23 @@ import msgspec
 
 from omnireduce.core.admin_messages import AdminAnswer, AdminRequest
 from omnireduce.core.names import TEAM_PATTERN
-from omnireduce.core.status_messages import LISTED, MOST, Status, StatusRequest
+from omnireduce.core.status_messages import LISTED, MAX_TOTAL, Status, StatusRequest
 from omnireduce.core.wire.safe_text import SHOWN, UNDECODABLE, shown
 from omnireduce.errors import ProtocolError
 
 PROTOCOL_VERSION = 22
 TOKEN_BYTES = 16
 NONCE_BYTES = PROOF_BYTES = 32  # a proof is HMAC-SHA256
-MOST_LOCAL_RANKS = 256  # the most ranks of a host that share memory: each maps the memory of all
+MAX_LOCAL_RANKS = 256  # the most ranks of a host that share memory: each maps the memory of all
 RELAY_CHARACTERS = 255  # the longest address of a relay
-MOST_RELAYS = 8  # the most relays that a worker may come through: more are most likely a circle
+MAX_RELAYS = 8  # the most relays that a worker may come through: more are most likely a circle
 _U16 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 _U24 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 24)]
 _U32 = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _U64 = Annotated[int, msgspec.Meta(ge=0)]
-_I32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # for numbers of a hello, before they are checked
+_I32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]  # numbers of a hello before they are checked
 _Formation = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_Total = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+_Total = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOTAL)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 _Message = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
@@ -34,7 +34,7 @@ _Ticket = Annotated[bytes, msgspec.Meta(max_length=PROOF_BYTES)]
 _Team = Annotated[str, msgspec.Meta(pattern=TEAM_PATTERN)]
 _Relay = Annotated[str, msgspec.Meta(max_length=RELAY_CHARACTERS)]
 _RelayKey = Annotated[bytes, msgspec.Meta(max_length=TOKEN_BYTES)]
-_Relays = Annotated[tuple[_Relay, ...], msgspec.Meta(max_length=MOST_RELAYS)]
+_Relays = Annotated[tuple[_Relay, ...], msgspec.Meta(max_length=MAX_RELAYS)]
 _Key = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 _Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 TEXT_CHARACTERS, REFUSED_CHARACTERS = 4096, 600
@@ -42,7 +42,7 @@ TEXT_CHARACTERS, REFUSED_CHARACTERS = 4096, 600
 _Urgent = Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
 _State = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARACTERS)]
-_Why = Annotated[str, msgspec.Meta(max_length=REFUSED_CHARACTERS)]
+_Reason = Annotated[str, msgspec.Meta(max_length=REFUSED_CHARACTERS)]
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -127,8 +127,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     relays: _Relays = ()  # the addresses of the relays that have passed this on, the last relay first
     relay: _RelayKey = b""  # the key of the last relay: it sends one sum for all ranks that come through it
     compiling: bool = False  # the worker will say this hello on another connection, once its kernels are compiled
-    parent_rank: _I32 = -1  # for a rank of a group: its rank in the job that the group belongs to; -1: no group
-    refuses: _Why = ""  # why this rank does not come to a group: ranks that wait for it, or come later, are refused
+    parent_rank: _I32 = -1  # a rank of a group: its rank in the job that the group belongs to; -1: no group
+    refuses: _Reason = ""  # why this rank does not come to a group: ranks that wait for it, or come later, are refused
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
@@ -169,7 +169,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     note: _Text = ""
     assignment: RankAssignment | None = None
     host_token: _Token | None = None
-    local_ranks: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=MOST_LOCAL_RANKS)] = ()
+    local_ranks: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=MAX_LOCAL_RANKS)] = ()
     host: _U32 = 0
     hosts: _U32 = 1
     whole_bytes: _I32 = 0
@@ -196,7 +196,7 @@ class Waiting(msgspec.Struct, frozen=True, tag=True):
     who: _Text
     seconds: _Seconds
 
-    def heard_from(self, address: str) -> Waiting:
+    def with_sender(self, address: str) -> Waiting:
         """The same message with the `address` of the aggregator, if it names itself."""
         if not self.who.startswith(ITSELF):
             return self
@@ -227,7 +227,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     waited_s: _Seconds = 0.0
 
     @property
-    def elsewhere(self) -> Report:
+    def for_other_shards(self) -> Report:
         """The report for the shards after the first shard: they must not count the bytes again."""
         return msgspec.structs.replace(self, sent_bytes=0, received_bytes=0)
 
@@ -294,20 +294,20 @@ def decode_control(body: bytes) -> ControlMessage:
         message: ControlMessage = _control_decoder.decode(body)
         return message
     except UNDECODABLE as error:
-        raise ProtocolError(_what_is_wrong(body, error)) from None
+        raise ProtocolError(_decode_error_text(body, error)) from None
 
 
-def other_version(theirs: int) -> str:
+def other_version(version: int) -> str:
     """The text for a peer with another version of the protocol; empty if the version is the same."""
-    if theirs == PROTOCOL_VERSION:
+    if version == PROTOCOL_VERSION:
         return ""
-    return f"protocol version {theirs}, expected {PROTOCOL_VERSION}: install the same omnireduce everywhere"
+    return f"protocol version {version}, expected {PROTOCOL_VERSION}: install the same omnireduce everywhere"
 
 
-def _what_is_wrong(body: bytes, error: Exception) -> str:
+def _decode_error_text(body: bytes, error: Exception) -> str:
     """The reason why a control message does not decode. The first message of another version may look different."""
     try:
-        trouble = other_version(_opening_decoder.decode(body).version)
+        version_error = other_version(_opening_decoder.decode(body).version)
     except UNDECODABLE:
-        trouble = ""
-    return trouble or f"malformed control message: {shown(str(error)[:SHOWN])}"
+        version_error = ""
+    return version_error or f"malformed control message: {shown(str(error)[:SHOWN])}"

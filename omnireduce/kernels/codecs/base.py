@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 
-PIECE_ELEMENTS = 1 << 17  # of float32 that are between a tensor and a message, and stay in the cache
+PIECE_ELEMENTS = 1 << 17  # float32 on the way from a tensor to a message; they stay in the cache
 
 
 def pieces(blocks: int, block_size: int) -> Iterator[slice]:

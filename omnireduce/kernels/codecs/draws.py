@@ -19,7 +19,7 @@ STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
 _UNIT = np.float32(2.0**-24)  # uniform random numbers are multiples of it
-SUM = 1 << 32  # who encodes the sum of all: no rank has this number
+SUM = 1 << 32  # the sender number of a sum: no rank has this number
 
 
 @inlined

@@ -24,7 +24,7 @@ from omnireduce.kernels.instructions import row_of, span_of
 
 LARGEST_CODE, NOT_A_NUMBER, INFINITY = 125, 126, 127
 MAGNITUDE_CODE, NEGATIVE = 127, 128  # the bits of a code
-SPARE_BITS = 41  # of a random number, beyond those that decide between two powers
+SPARE_BITS = 41  # bits of a random number beyond those that decide between two powers
 
 
 @inlined
@@ -66,7 +66,7 @@ def _value(code: np.int64, top: np.int64) -> np.float32:
         return np.float32(np.nan)
     if code == INFINITY:
         return np.float32(np.inf)
-    exponent = np.int64(code + top - LARGEST_CODE)  # of a wrong message it may be anything
+    exponent = np.int64(code + top - LARGEST_CODE)  # anything, if the message is wrong
     return POWERS[exponent] if code and 0 <= exponent <= LARGEST_EXPONENT else np.float32(0)
 
 
@@ -92,7 +92,7 @@ class Natural(Compiled):
         return block_size + 1
 
     def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
-        with np.errstate(over="ignore"):  # of random numbers, with the JIT off
+        with np.errstate(over="ignore"):  # random numbers overflow with the JIT off
             _encode(source.view(np.int32), where, encoded, keys)
 
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:

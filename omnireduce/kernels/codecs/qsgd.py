@@ -46,5 +46,5 @@ class Qsgd(Int8):
     """8-bit integers with a scale for each block, rounded at random."""
 
     def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
-        with np.errstate(over="ignore"):  # of random numbers, with the JIT off
+        with np.errstate(over="ignore"):  # random numbers overflow with the JIT off
             _encode(source, source.view(np.int32), where, encoded.view(np.int8), encoded, keys)

@@ -16,7 +16,7 @@ from omnireduce.kernels.codecs.base import Compiled
 from omnireduce.kernels.compiling.jit import kernel
 from omnireduce.kernels.instructions import row_of, span_of
 
-BITS = 8  # of a byte, the lowest one first
+BITS = 8  # bits of a byte, the lowest first
 
 
 @kernel

@@ -37,7 +37,7 @@ def _encode(
 ) -> None:
     """`bits`: `source` as int32. `scale`: float32 (1,); `scale_bits` the same memory as int32."""
     size = source.shape[1]
-    digits = np.ones(-(-size // IN_BYTE) * IN_BYTE, np.uint8)  # what fills the last byte up stands for nothing
+    digits = np.ones(-(-size // IN_BYTE) * IN_BYTE, np.uint8)  # the padding of the last byte stands for nothing
     for k in range(where.size):
         row, word, out, largest = row_of(source, where[k]), row_of(bits, where[k]), row_of(encoded, k), np.int32(0)
         for i in range(size):
@@ -87,7 +87,7 @@ class Ternary(Compiled):
 
     def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
         scale = np.empty(1, np.float32)
-        with np.errstate(over="ignore"):  # of random numbers, with the JIT off
+        with np.errstate(over="ignore"):  # random numbers overflow with the JIT off
             _encode(source, source.view(np.int32), where, encoded, scale, scale.view(np.int32), keys)
 
     def sum_at(self, slots: Array, parts: Array, where: Array, totals: Array) -> None:

@@ -92,6 +92,6 @@ def expand(listed: Array, position: ListPosition, stripes: Stripes, indices: Arr
         filled, *next_position = expand_steps(listed, *position, indices)
     else:
         filled, *next_position = expand_runs(
-            listed, *position, shards=stripes.shards, stripe_blocks=stripes.stripe_blocks, own=indices
+            listed, *position, shards=stripes.shards, stripe_blocks=stripes.stripe_blocks, indices=indices
         )  # fmt: skip
     return filled, (next_position[0], next_position[1])

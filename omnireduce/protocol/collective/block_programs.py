@@ -154,7 +154,7 @@ class ProgramRun:
         self.program, self._state, self._stripes, self._elements = program, state, stripes, elements
         self._code = np.array(bytearray(program.code), np.uint8).reshape(-1, INSTRUCTION_BYTES)
         self._scalars = np.array((*program.numbers, 0.0), np.float32)
-        self._scalars[np.abs(self._scalars) < np.finfo(np.float32).tiny] *= 0  # which keeps the sign
+        self._scalars[np.abs(self._scalars) < np.finfo(np.float32).tiny] *= 0  # the product keeps the sign
         self._registers = np.zeros((FIRST_COLUMN, block_size), np.float32)
         self.totals = np.zeros(program.totals, np.float64)
 

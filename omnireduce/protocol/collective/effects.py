@@ -19,15 +19,16 @@ ABORT_KINDS: tuple[str, ...] = get_args(AbortKind)
 
 
 class Send(NamedTuple):
-    """Send `nbytes` of send slot `slot` to each of `peers`. A peer in `instead` gets the message given there (uint8).
+    """Send `nbytes` of send slot `slot` to each of `peers`. A peer in `peer_messages` gets the message given there
+    (uint8).
 
-    The slot and the messages in `instead` do not change until the peers have returned the credit of the slot.
+    The slot and the messages in `peer_messages` do not change until the peers have returned the credit of the slot.
     """
 
     peers: Sequence[int]
     slot: int
     nbytes: int
-    instead: Mapping[int, Array] = MappingProxyType({})
+    peer_messages: Mapping[int, Array] = MappingProxyType({})
 
 
 class ReturnCredit(NamedTuple):

@@ -120,7 +120,7 @@ class Union:
         high = header.frontier - blocks_later
         fitting = admit_indices(
             listed, low, high,
-            shard=shard, shards=shards, stripe_blocks=stripe_blocks, own=window,
+            shard=shard, shards=shards, stripe_blocks=stripe_blocks, copy=window,
         )  # fmt: skip
         if fitting < count:
             raise ProtocolError(self.shape.stripes.misfit(window[fitting], low, high))
@@ -139,11 +139,11 @@ class Union:
             raise ProtocolError(f"a message whose {header.listed} do not list its blocks: {header}")
         return window
 
-    def plan(self, numbers: Array, parts: Array, mark_single_sender: bool) -> int:
+    def plan(self, numbers: Array, parts: Array, marks_single_sender: bool) -> int:
         """List the next blocks of the union in `numbers`, int64 (blocks,); return how many were listed.
 
         `parts`, int64 (blocks or more, ranks), says for each block where each rank's part begins, in elements from the
-        start of the slots, or ABSENT. With `mark_single_sender`, the number of a block that a single rank has brought
+        start of the slots, or ABSENT. With `marks_single_sender`, the number of a block that a single rank has brought
         also says which rank; see `take_single_sender_counts`.
         """
         limit = self.watermark
@@ -154,7 +154,7 @@ class Union:
         listed: int = plan_union(
             self._indices, self._position, self._count, self._start,
             block_size=self.shape.block_size, watermark=limit, out_indices=numbers, parts=parts,
-            mark_sole=mark_single_sender, soles=self._single_sender_counts,
+            marks_single_sender=marks_single_sender, single_sender_counts=self._single_sender_counts,
         )  # fmt: skip
         return listed
 

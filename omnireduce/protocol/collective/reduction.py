@@ -12,12 +12,12 @@ from omnireduce.core.dtypes import BYTES, Array
 from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
 from omnireduce.kernels.codecs.base import Codec
-from omnireduce.kernels.merge import SOLE_SHIFT, leave_out
+from omnireduce.kernels.merge import MARK_SHIFT, leave_out
 from omnireduce.protocol.collective.block_lists import TINY_BYTES, Lister, MessageSizing
 from omnireduce.protocol.collective.block_programs import ProgramRun
 from omnireduce.protocol.collective.merge import BLOCK_WORK, Combiner, Shape, Union
 
-assert MAX_BLOCKS == 1 << SOLE_SHIFT
+assert MAX_BLOCKS == 1 << MARK_SHIFT
 WORTH_LEAVING_OUT = 8  # a shorter message leaves out at least one in 8 blocks; for fewer the copy costs more
 PLANNED = 1 << 15  # the most parts of blocks, over all ranks, that are planned in one step
 
@@ -99,7 +99,7 @@ class Reduction:
         self._marks_single_sender = may_mark and descriptor.op == "sum" and not block_format.half
         self._returns = running is None or running.program.returns
         self.written = 0
-        self._column = 0  # how many elements of the result's next block are combined
+        self._column = 0  # the combined elements of the result's next block
         self.sent_blocks = 0  # blocks in the results of this collective so far, without `written`
         self.sealed = 0  # the frontier of the last result
         self._room = block_format.capacity

@@ -31,7 +31,7 @@ class NumberedRows:
     def __init__(self, numbers: Array, rows: Array, layout: Layout, memory: Memory) -> None:
         self.layout, self.block_bytes = layout, rows.shape[1]
         self.numbers, self._rows, self._memory = numbers, rows, memory
-        self._order: list[Array] = []  # for each shard, the indices of its rows in `rows`
+        self._order: list[Array] = []  # the indices in `rows` of each shard's rows
         self._count = 0
         self._union_numbers, self._union = np.empty(0, np.int64), np.empty((0, self.block_bytes), np.uint8)
 

@@ -38,7 +38,7 @@ class ShardStream:
         self._span = scan_span
         self._outgoing: deque[Collective] = deque()
         self._incoming: deque[Collective] = deque()
-        self._cursor = -1  # where the first outgoing collective goes on; -1 before its first message
+        self._cursor = -1  # the position in the first outgoing collective; -1 before its first message
         self._sent_frontier = self._sent_blocks = 0
         self._result_frontier = 0
         self.heard_at = 0.0  # when the shard was heard last
@@ -156,7 +156,7 @@ class ShardStream:
         listed = self._result_indices(memory, header, stripes, indices)
         fitting = admit_marked(
             listed, collective.sender, low, high, shard=stripes.shard, shards=stripes.shards,
-            stripe_blocks=stripes.stripe_blocks, own=indices, unchanged=unchanged,
+            stripe_blocks=stripes.stripe_blocks, copy=indices, unchanged=unchanged,
         )  # fmt: skip
         if fitting < indices.size:
             raise ProtocolError(f"a result with {stripes.misfit(indices[fitting], low, high)}: {header}")

@@ -20,11 +20,11 @@ from omnireduce.core.wire.control import Report
 from omnireduce.kernels.chunk import BATCH
 from omnireduce.kernels.exchange import (
     BROKEN,
-    CALLED,
     DIFFERS,
     DONE,
+    NEEDS_MEMORY,
+    NEEDS_WAKE,
     WAITS,
-    WANTS,
     await_step,
     next_step,
     run,
@@ -37,10 +37,10 @@ from omnireduce.kernels.regions import (
     COLLECTED,
     COMBINED,
     COMPILED,
+    DESCRIPTOR_WORDS,
     DESCRIPTORS,
     LEFT,
     LINE,
-    PLACE_WORDS,
     ROWS_AT,
     SLOTS,
     STAGED,
@@ -130,7 +130,7 @@ def late_ranks(counters: Array, s: Any, delayed_ranks: Collection[int]) -> list[
 
 
 PAGE = 4096
-EXTRA_BYTES = 4096  # of each slot, for counts and padding: so a block that fits a slot of a link fits here, too
+EXTRA_BYTES = 4096  # room in each slot for counts and padding: so a block that fits a slot of a link fits here, too
 BY_ITSELF, RETIRED, FAILED = 1, 2, 3  # why a rank has left: its work is done, an aggregator has stopped, or a fault
 _STATE_INDEX = {name: at for at, name in enumerate(STATE.names or ())}  # the index of each word of the state
 _COUNTS = slice(_STATE_INDEX[Counts._fields[0]], _STATE_INDEX[Counts._fields[-1]] + 1)
@@ -181,7 +181,7 @@ class HostExchange:
         self._plan = np.zeros((BATCH, 1 + ranks), np.int64)
         self._scratch, self._bits = np.zeros((2, 0), np.float32), np.zeros((2, 0), np.uint32)
         self._rows = HostRows(names)
-        self._woken = np.zeros(ranks, np.int64)  # for each rank, the number of the sleep from which it was woken last
+        self._woken = np.zeros(ranks, np.int64)  # the number of the last sleep from which each rank was woken
         self._sleep = 0  # odd while this rank sleeps
         self._queue: deque[MemoryPass] = deque()
         self._begun_passes, self._begun_chunks = (
@@ -251,7 +251,7 @@ class HostExchange:
                 self._taken_steps, self.moved_at = taken, now
             if outcome == WAITS:
                 return
-            if outcome == CALLED:
+            if outcome == NEEDS_WAKE:
                 yield from self._wake_sleepers()
             elif outcome == DONE:
                 self._finish(collective.descriptor)
@@ -261,15 +261,15 @@ class HostExchange:
                 self._check_begun(collective)
             elif outcome == BROKEN:
                 raise HostError(int(self._state[0]["culprit"]))
-            elif outcome != WANTS:
+            elif outcome != NEEDS_MEMORY:
                 return  # enough for one turn
 
     def _run(self, blocks: TensorBlocks, notes: Array) -> int:
         outcome: int = run(
             self._state, self._ints, self._words,
             source=blocks.source, source_tail=blocks.source_tail, target=blocks.target, target_tail=blocks.target_tail,
-            places=self._positions, plan=self._plan, marked=self._marked, notes=notes,
-            scratch=self._scratch, bits=self._bits, called=self._woken, steps=self._steps, looks=self._looks,
+            positions=self._positions, plan=self._plan, marked=self._marked, notes=notes,
+            scratch=self._scratch, bits=self._bits, woken=self._woken, steps=self._steps, looks=self._looks,
         )  # fmt: skip
         return outcome
 
@@ -280,9 +280,9 @@ class HostExchange:
             numbers=blocks.numbers, lists=row_memory.lists, listed=row_memory.listed, union=row_memory.union,
             rows=blocks.rows if len(blocks.rows) else row_memory.result, result=row_memory.result,
             plan=self._plan, scratch=self._scratch, bits=self._bits,
-            called=self._woken, steps=self._steps, looks=self._looks,
+            woken=self._woken, steps=self._steps, looks=self._looks,
         )  # fmt: skip
-        if outcome == WANTS:
+        if outcome == NEEDS_MEMORY:
             row_memory.make_room(self._state, blocks)
         return outcome
 
@@ -311,7 +311,7 @@ class HostExchange:
             self._bits = self._scratch.view(np.uint32)
 
     def _descriptor_at(self, rank: int) -> int:
-        at: int = rank * self._region_words + DESCRIPTORS + self._begun_passes % 2 * PLACE_WORDS
+        at: int = rank * self._region_words + DESCRIPTORS + self._begun_passes % 2 * DESCRIPTOR_WORDS
         return at
 
     def _finish(self, descriptor: Descriptor) -> None:
@@ -445,8 +445,8 @@ class HostExchange:
             set_counter(ints, self.me * self._region_words + COMPILED, int(now * 1e9))
 
     def compiled_at(self) -> float:
-        """When a rank that this one waits for has last said that it compiles; 0: never. The other late ranks may wait
-        for that rank themselves, in a group."""
+        """The last time when a rank that this rank waits for said that it compiles; 0: never. The other late ranks may
+        wait for that rank themselves, in a group."""
         return max((self._read(rank, COMPILED) / 1e9 for rank in self.awaited_ranks()), default=0.0)
 
     def _read(self, rank: int, counter: int) -> int:

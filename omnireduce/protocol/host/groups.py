@@ -9,7 +9,7 @@ from typing import NamedTuple
 from omnireduce.core.descriptor import REMEMBERED, Descriptor
 from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import capacity
-from omnireduce.core.wire.control import MOST_LOCAL_RANKS, Hello
+from omnireduce.core.wire.control import MAX_LOCAL_RANKS, Hello
 
 # Chunk of a large tensor: smaller chunks cost more looks at counters, larger ones leave the caches
 CHUNK_BYTES = 1 << 19
@@ -78,7 +78,7 @@ def hosts_of(hellos: Sequence[Hello]) -> list[LocalRanks]:
     for rank, hello in enumerate(hellos):
         hosts.setdefault(hello.memory or f"rank {rank}", []).append(rank)
     sizes = [len(ranks) for ranks in hosts.values()]
-    if not 2 <= max(sizes) <= MOST_LOCAL_RANKS:
+    if not 2 <= max(sizes) <= MAX_LOCAL_RANKS:
         return []
     return [LocalRanks(tuple(ranks), host, len(hosts)) for host, ranks in enumerate(hosts.values())]
 

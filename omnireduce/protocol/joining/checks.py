@@ -19,7 +19,7 @@ MAX_SETTLE_S = 3600
 MIN_SLOT_BYTES, MAX_SLOT_BYTES, PAGE = 65536, 64 << 20, 4096
 
 _SAME_LIST = "list cluster.aggregators in the same order on every worker"
-ADVICE = {  # for ranks that disagree about a field of their hellos
+ADVICE = {  # by field: advice to ranks whose hellos disagree about it
     "min_ranks": "give every worker the same elastic.enabled and elastic.min_ranks",
     "last_call_s": "give every worker the same elastic.last_call_s",
     "world_size": "start all ranks of a job with the same size, and different jobs under different names (cluster.job)",

@@ -596,7 +596,7 @@ class Membership:
             (number for number, job in self._running.items() if job.formation_key == formation_key), default=None
         )
 
-    # who may come
+    # claims and objections
 
     def _claim_of(self, hello: Hello, formation_key: FormationKey) -> Claim:
         """The claim of a worker with a valid hello. While a generation runs, only its members are survivors."""

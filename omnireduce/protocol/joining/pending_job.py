@@ -93,7 +93,7 @@ class PendingJob:
     held: bool = False
     expected: frozenset[int] = frozenset()
     replaces: int | None = None
-    is_news: bool = False  # who is missing has changed since
+    is_news: bool = False  # the missing ranks have changed since
     waiting_ranks: dict[int, WaitingRank] = field(default_factory=dict)
     refused: tuple[int, str] | None = None  # the rank that was refused last and the reason, until it joins
     namesakes: list[PendingJob] = field(default_factory=list)  # all pending jobs of this name, with this job itself

@@ -89,7 +89,7 @@ class Joined(NamedTuple):
 
 
 class MeetLocalRanks(NamedTuple):
-    """Meet the other ranks of this host at the place that `token` names. This worker is number `rank` of `size` there.
+    """Meet the other ranks of this host at the socket that `token` names. This worker is number `rank` of `size` there.
     The job has `hosts` hosts."""
 
     token: bytes
@@ -206,7 +206,7 @@ class Joining:
     def control_received(self, shard: int, message: ControlMessage, now: float) -> Iterator[JoinEffect]:
         """An aggregator said something."""
         if shard >= len(self._connections):
-            return  # of an attempt that has ended
+            return  # the message belongs to an attempt that has ended
         address, self._has_answer = self._addresses[shard], True
         try:
             answer = self._connections[shard].request.answer(message)

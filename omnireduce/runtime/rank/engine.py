@@ -172,8 +172,8 @@ atexit.register(_process.leave_all)
 
 SMALL_BYTES = 1 << 20  # the largest tensor that is worth polling for: its exchange is mostly short waits
 FORKED = "was forked from the process that joined; connect anew in it"
-READS = 20  # how often within the time limit all links are read, for parts of messages
-READ_EVERY_S = 0.01  # how often a rank reads its links, even if it never has to wait
+READS = 20  # reads of all links within the time limit, to find parts of messages
+READ_EVERY_S = 0.01  # the longest time between two reads of the links, even if the rank never has to wait
 GOODBYE_S = 2.0  # the longest wait of a shutdown for the aggregators' answers, and of an abort for its last words
 
 
@@ -200,7 +200,7 @@ class Engine(Interruptible):
         self._has_left = False  # this process has shut the communicator down
         self.is_closed = False  # the shutdown is complete
         self.on_closed: Callable[[], None] = lambda: None  # called once when closed, perhaps for a signal handler
-        self.observer: EngineObserver | None = None  # if a profile or a timeline is wanted
+        self.observer: EngineObserver | None = None  # set if a profile or a timeline is wanted
         self.make_ready: Callable[[Descriptor], None] | None = None  # makes the kernels ready that a collective needs
         self.refused: tuple[SingleHandle[Any], str] | None = None  # the last call that this rank has refused, and why
         self.other_engine: Callable[[], Engine | None] | None = None  # the engine of the communicator's other channel
@@ -504,7 +504,7 @@ class Engine(Interruptible):
         try:
             with self._lock:
                 while self._leaving_thread not in (0, thread_id) and self._background is not threading.current_thread():
-                    self._await_change(GOODBYE_S)  # for the thread that shuts down
+                    self._await_change(GOODBYE_S)  # another thread shuts down
                 if self._leaving_thread or self.is_closed:
                     return
                 is_leaving, self._leaving_thread = True, thread_id

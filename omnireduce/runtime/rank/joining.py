@@ -341,7 +341,7 @@ class _PendingRank:
     def _wait(self) -> None:
         deadline = self._machine.deadline
         timeout_s = LISTEN_S if deadline is None else min(LISTEN_S, max(0.0, deadline - time.monotonic()))
-        if self._rendezvous is not None and self._rendezvous.must_try_again:
+        if self._rendezvous is not None and self._rendezvous.must_retry_soon:
             timeout_s = min(timeout_s, RETRY_S)
         for key, _ in self._selector.select(timeout_s):
             link, shard = key.fileobj, key.data

@@ -75,7 +75,7 @@ def needed_at_first(config: Config, size: int, *, is_embedded: bool) -> list[Ker
     kernels, others = worker_kernels(in_memory=in_memory), aggregator_kernels()
     if are_kept(others) or kernel_files().folder is None:
         return kernels
-    return [*kernels, *others]  # for an aggregator that has compiled none: it loads them
+    return [*kernels, *others]  # the aggregator has compiled none: it loads these
 
 
 class CompilingSigns:

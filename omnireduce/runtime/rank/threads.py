@@ -66,7 +66,7 @@ class Threads(ThreadPool):
         self.count = count
         self._runs: SimpleQueue[_Run | None] = SimpleQueue()
         self._others: list[threading.Thread] = []
-        self._end = weakref.finalize(self, _end, self._runs, count - 1)  # for a rank that is not shut down
+        self._end = weakref.finalize(self, _end, self._runs, count - 1)  # needed if the rank is not shut down
         self._end.atexit = False  # work during the exit of the process still needs the threads
         try:
             for _ in range(count - 1):  # started now: inside a collective a lack of room would be noticed too late

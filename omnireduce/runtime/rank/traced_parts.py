@@ -103,7 +103,7 @@ def _details(descriptor: Descriptor, operand: Operand, nbytes: int, own_blocks: 
 
 
 MakeExchange = Callable[[Array, int, Sequence[str], int, int, LocalRanks], HostExchange]
-Progress = dict[SpanKind, tuple[int, int]]  # for each kind of step, the number of steps, and of their blocks
+Progress = dict[SpanKind, tuple[int, int]]  # by kind of step: the number of steps, and of their blocks
 
 
 class MakeEngine(Protocol):

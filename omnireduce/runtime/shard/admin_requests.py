@@ -65,15 +65,15 @@ class Administration:
         return self.remaining_jobs
 
     def _end(self, order: Order) -> int:
-        meant = [job for job in self._jobs.values() if order.means(job.name, job.team)]
-        names = {(job.name.removesuffix(URGENT), job.team) for job in meant}
+        covered = [job for job in self._jobs.values() if order.covers(job.name, job.team)]
+        names = {(job.name.removesuffix(URGENT), job.team) for job in covered}
         names |= {
             (job.name.removesuffix(URGENT), job.team)
             for job in self._membership.pending_jobs(self._clock())
-            if order.means(job.name, job.team)
+            if order.covers(job.name, job.team)
         }
         reason = f"{order.by} {order.reason}"
-        self._answer(self._membership.end(lambda hello: order.means(hello.job, hello.team), reason, self._clock()))
-        for job in meant:
+        self._answer(self._membership.end(lambda hello: order.covers(hello.job, hello.team), reason, self._clock()))
+        for job in covered:
             job.abort(Cause(order.by, order.reason), "ended")
         return len(names)

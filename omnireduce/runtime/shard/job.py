@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from msgspec.structs import replace
 
 from omnireduce.core.dtypes import Array
-from omnireduce.core.status_messages import LISTED, MOST, JobKey, JobRelay, JobStatus, Stragglers, Traffic
+from omnireduce.core.status_messages import LISTED, MAX_TOTAL, JobKey, JobRelay, JobStatus, Stragglers, Traffic
 from omnireduce.core.wire.control import (
     TOKEN_BYTES,
     Aborted,
@@ -125,7 +125,7 @@ class Job:
             logging.getLogger("omnireduce.aggregator"), job=name, generation=generation, team=hellos[0].team or None
         )
         self._clock, self._straggler_s, self._budget = clock, straggler_s, budget
-        self.work_limit = budget.work  # of its next turn: see `Scheduler`
+        self.work_limit = budget.work  # the limit for its next turn: see `Scheduler`
         self.generation, self.name, self.links, self._members = generation, name, list(links), len(links)
         self._since, self._spec, self._upstream = clock(), hellos[0], upstream
         relays = Counter(hello.relays[0] for hello in hellos if hello.relays)
@@ -285,7 +285,7 @@ class Job:
     @property
     def carried(self) -> dict[str, int]:
         """Bytes of tensors since the job began, by the kind that carried them."""
-        carried = Counter(memory=min(self.machine.account.memory_bytes, MOST))
+        carried = Counter(memory=min(self.machine.account.memory_bytes, MAX_TOTAL))
         for link in self.links[: self._members]:
             carried[link.kind] += link.counters.message_bytes
         return dict(+carried)

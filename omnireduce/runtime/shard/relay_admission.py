@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from omnireduce.core.status_messages import JobStatus
 from omnireduce.core.wire.control import (
-    MOST_RELAYS,
+    MAX_RELAYS,
     NONCE_BYTES,
     TEXT_CHARACTERS,
     TOKEN_BYTES,
@@ -175,8 +175,8 @@ class Relaying:
                 f"cluster.aggregators has {hello.shards} addresses, and aggregator.upstream of this relay has "
                 f"{upstream_count}: expected as many, in the same order"
             )
-        if not wrong and len(hello.relays) >= MOST_RELAYS:
-            wrong = f"a chain of more than {MOST_RELAYS} relays: does aggregator.upstream lead in a circle?"
+        if not wrong and len(hello.relays) >= MAX_RELAYS:
+            wrong = f"a chain of more than {MAX_RELAYS} relays: does aggregator.upstream lead in a circle?"
         if wrong:
             return wrong, False
         if FormationKey.of(hello) in self._pending_jobs or hello.refuses:
@@ -378,7 +378,7 @@ class Relaying:
         elif isinstance(message, Pending | Newcomers):
             yield Answer(uplink.key, message)
         elif isinstance(message, Waiting):
-            yield Answer(uplink.key, message.heard_from(uplink.address))
+            yield Answer(uplink.key, message.with_sender(uplink.address))
         elif isinstance(message, Refused):
             yield self._refused(uplink, message)
         elif isinstance(message, Aborted):

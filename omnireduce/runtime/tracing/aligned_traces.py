@@ -14,7 +14,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.tracing.trace import LIVE, SUFFIX, Origin, SpanKind, read_trace
 from omnireduce.support.files.paths import user_path
 
-Pairs = tuple[Array, Array]  # for each message or credit: when it left its sender, and when it had arrived
+Pairs = tuple[Array, Array]  # the times when messages or credits left their sender, and when they had arrived
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,9 @@ class TracedLink(Link):
 
     # output
 
-    def send(self, slot: int, nbytes: int, instead: Array | None = None) -> None:
-        with self._record_departure(SpanKind.MESSAGE_OUT, nbytes if instead is None else instead.size):
-            self._link.send(slot, nbytes, instead)
+    def send(self, slot: int, nbytes: int, message: Array | None = None) -> None:
+        with self._record_departure(SpanKind.MESSAGE_OUT, nbytes if message is None else message.size):
+            self._link.send(slot, nbytes, message)
 
     def return_credit(self, slot: int) -> None:
         with self._record_departure(SpanKind.CREDIT_OUT, slot):

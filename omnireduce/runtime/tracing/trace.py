@@ -51,7 +51,7 @@ class SpanKind(IntEnum):
     MERGE = 3  # union and sum; detail: blocks
     SEND = 4  # handing output to the system
     RECEIVE = 5  # taking input from the system
-    WAIT = 6  # for input: spinning, then blocked
+    WAIT = 6  # waiting for input: spinning, then blocked
     MESSAGE_OUT = 7  # an instant: the link began to hand a message to the peer; detail: bytes
     MESSAGE_IN = 8  # an instant: the link reported a message of the peer; detail: bytes
     CREDIT_OUT = 9  # the same for a credit; detail: slot

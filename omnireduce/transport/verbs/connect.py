@@ -48,8 +48,8 @@ def answer(
 
     Raises TransportError, and OSError when no descriptors are left.
     """
-    insists = _ipv4(offered.gid) != _ipv4(control.remote_host)
-    queue = _queue(control, settings, send_slots, receive_slots, anywhere=insists)
+    anywhere = _ipv4(offered.gid) != _ipv4(control.remote_host)
+    queue = _queue(control, settings, send_slots, receive_slots, anywhere=anywhere)
     try:
         queue.connect(offered)
         return queue.endpoint, VerbsLink(control, queue, send_slots, receive_slots)
@@ -59,10 +59,12 @@ def answer(
 
 
 def _queue(control: TcpLink, settings: Verbs, send_slots: Array, receive_slots: Array, *, anywhere: bool) -> Queue:
-    near = _ipv4(control.local_host)
-    choice = choose(settings, near)
-    if not anywhere and choice.gid.ipv4 != near:
-        raise TransportError(f"no RDMA port here has the address of the connection, {near or control.local_host}")
+    local_address = _ipv4(control.local_host)
+    choice = choose(settings, local_address)
+    if not anywhere and choice.gid.ipv4 != local_address:
+        raise TransportError(
+            f"no RDMA port here has the address of the connection, {local_address or control.local_host}"
+        )
     return Queue(choice, settings, send_slots, receive_slots)
 
 

@@ -120,31 +120,31 @@ def _port(context: Any, device: str, number: int) -> Port:
     return Port(device, number, state, MTU_BYTES.get(attributes.active_mtu, 1024), attributes.lid, tuple(gids))
 
 
-def choose(wanted: Verbs, near: str) -> Choice:
-    """The port and GID for a link whose control connection has the local address `near`.
+def choose(settings: Verbs, local_address: str) -> Choice:
+    """The port and GID for a link whose control connection has the local address `local_address`.
 
     A port with this address is preferred, so that blocks take the path of the control connection. Otherwise it is the
     first active port. Raises TransportError, with a list of all ports.
     """
     ports = list_ports()
-    usable = [port for port in ports if port.active and _fits(port, wanted)]
+    usable = [port for port in ports if port.active and _matches(port, settings)]
     if not usable:
-        there = ", ".join(map(str, ports)) or "no RDMA device at all"
+        ports_text = ", ".join(map(str, ports)) or "no RDMA device at all"
         raise TransportError(
-            f"no active RDMA port that is verbs.device = {wanted.device!r}, verbs.port = {wanted.port}; "
-            f"this host has {there}"
+            f"no active RDMA port that is verbs.device = {settings.device!r}, verbs.port = {settings.port}; "
+            f"this host has {ports_text}"
         )
-    choices = [(port, gid) for port in usable for gid in _candidates(port, wanted.gid_index)]
+    choices = [(port, gid) for port in usable for gid in _candidates(port, settings.gid_index)]
     if not choices:
         raise TransportError(
-            f"{usable[0]} has no GID {_described(wanted.gid_index)}; its table: {_table(usable[0].gids)}"
+            f"{usable[0]} has no GID {_gid_text(settings.gid_index)}; its table: {_table(usable[0].gids)}"
         )
-    best = min(choices, key=lambda choice: choice[1].ipv4 != near)
+    best = min(choices, key=lambda choice: choice[1].ipv4 != local_address)
     return Choice(*best)
 
 
-def _fits(port: Port, wanted: Verbs) -> bool:
-    return wanted.device in ("auto", port.device) and port.number == wanted.port
+def _matches(port: Port, settings: Verbs) -> bool:
+    return settings.device in ("auto", port.device) and port.number == settings.port
 
 
 def _candidates(port: Port, gid_index: int) -> list[Gid]:
@@ -155,7 +155,7 @@ def _candidates(port: Port, gid_index: int) -> list[Gid]:
     return roce_v2 or [gid for gid in port.gids if gid.kind == "IB"][:1]
 
 
-def _described(gid_index: int) -> str:
+def _gid_text(gid_index: int) -> str:
     return f"with index {gid_index}" if gid_index >= 0 else "for RoCE v2 with an IPv4 address"
 
 

@@ -27,7 +27,7 @@ MESSAGE, CREDIT = 0, 1
 KIND_SHIFT, SLOT_SHIFT = 30, 24
 SLOT_MASK, CONTROLS_MASK, WRITES_MASK = 63, (1 << SLOT_SHIFT) - 1, 0xFFFF
 IMMEDIATE_BYTES = 4
-LETTERS = 64  # control messages that may wait for writes
+MAX_HELD_CONTROLS = 64  # control messages that may wait for writes
 FAREWELL_S = 0.25  # the longest wait of a close until the peer has acknowledged all writes
 
 
@@ -73,7 +73,7 @@ class VerbsLink(Link):
         self._reported = 0  # writes of the peer that `poll` has reported
         self._controls = control.controls_received  # control messages of the peer that were reported
         self._writes: deque[Write] = deque()  # arrived, not reported yet
-        self._letters: deque[Control | Lost] = deque()
+        self._held_controls: deque[Control | Lost] = deque()
         self._failure: Lost | None = None
         self._lost: Lost | None = None
         self._interest = select.EPOLLIN
@@ -127,9 +127,9 @@ class VerbsLink(Link):
         self._control.send_control(body, after=self._announced & WRITES_MASK)
         self._watch()
 
-    def flush(self, most: int = EVERYTHING) -> None:
+    def flush(self, max_bytes: int = EVERYTHING) -> None:
         if self._control.wants_write:
-            self._control.flush(most)
+            self._control.flush(max_bytes)
             self._watch()
 
     def _watch(self) -> None:
@@ -139,12 +139,12 @@ class VerbsLink(Link):
         A failure that `poll` has not reported yet also makes the descriptor ready, because the control connection
         nearly always has room for output.
         """
-        wanted = select.EPOLLIN if len(self._letters) < LETTERS else 0
+        interest = select.EPOLLIN if len(self._held_controls) < MAX_HELD_CONTROLS else 0
         if self._control.wants_write or self._failure is not None:
-            wanted |= select.EPOLLOUT
-        if wanted != self._interest and self._lost is None:
-            self._interest = wanted
-            self._epoll.modify(self._control, wanted)
+            interest |= select.EPOLLOUT
+        if interest != self._interest and self._lost is None:
+            self._interest = interest
+            self._epoll.modify(self._control, interest)
 
     # input
 
@@ -154,7 +154,7 @@ class VerbsLink(Link):
             return events
         self.flush()
         self._take_writes()
-        self._take_letters()
+        self._take_controls()
         self._report(events)
         self._watch()
         return events
@@ -167,21 +167,21 @@ class VerbsLink(Link):
     def _take_writes(self) -> None:
         self._take(self._queue.poll())
 
-    def _take(self, arrived: Iterable[Write | Failure]) -> None:
-        for news in arrived:
-            if isinstance(news, Failure):
-                self._failure = self._failure or Lost(news.reason)
+    def _take(self, outcomes: Iterable[Write | Failure]) -> None:
+        for outcome in outcomes:
+            if isinstance(outcome, Failure):
+                self._failure = self._failure or Lost(outcome.reason)
             else:
-                self._writes.append(news)
+                self._writes.append(outcome)
         if len(self._writes) > 2 * len(self.receive_slots):
             self._failure = self._failure or Lost("more writes than credits", violation=True)
 
-    def _take_letters(self) -> None:
+    def _take_controls(self) -> None:
         """Read control messages, unless many wait for a write: a peer must not fill the memory."""
-        if len(self._letters) < LETTERS:
-            self._letters.extend(event for event in self._control.poll() if isinstance(event, (Control, Lost)))
+        if len(self._held_controls) < MAX_HELD_CONTROLS:
+            self._held_controls.extend(event for event in self._control.poll() if isinstance(event, (Control, Lost)))
         elif self._hangup.poll(0):
-            self._letters.append(Lost("connection broken"))
+            self._held_controls.append(Lost("connection broken"))
 
     def _report(self, events: list[Event]) -> None:
         """Report writes and control messages in the order in which they were sent; then the end of the link, if it has
@@ -194,12 +194,12 @@ class VerbsLink(Link):
         if self._writes and self._writes[0].immediate & CONTROLS_MASK == self._controls & CONTROLS_MASK:
             self._report_write(self._writes.popleft(), events)
             return True
-        letter = self._letters[0] if self._letters else None
-        if not isinstance(letter, Control) or letter.after != self._reported & WRITES_MASK:
+        message = self._held_controls[0] if self._held_controls else None
+        if not isinstance(message, Control) or message.after != self._reported & WRITES_MASK:
             return False
-        self._letters.popleft()
+        self._held_controls.popleft()
         self._controls += 1
-        events.append(Control(letter.body))
+        events.append(Control(message.body))
         return True
 
     def _report_end(self, events: list[Event]) -> bool:
@@ -208,26 +208,26 @@ class VerbsLink(Link):
 
         Control messages are reported all the same: they may say why.
         """
-        last = self._letters[-1] if self._letters else None
+        last = self._held_controls[-1] if self._held_controls else None
         if isinstance(last, Lost):
-            known = len(self._writes)
+            count_before = len(self._writes)
             self._take_writes()  # the last writes may have come since the control connection was read
-            if len(self._writes) == known:
-                self._report_letters(events)
+            if len(self._writes) == count_before:
+                self._report_controls(events)
                 self._end(events, last)
             return True
         if self._failure is not None:
-            self._report_letters(events)
+            self._report_controls(events)
             self._end(events, self._failure)
         return False
 
-    def _report_letters(self, events: list[Event]) -> None:
-        events.extend(Control(letter.body) for letter in self._letters if isinstance(letter, Control))
+    def _report_controls(self, events: list[Event]) -> None:
+        events.extend(Control(message.body) for message in self._held_controls if isinstance(message, Control))
 
     def _report_write(self, write: Write, events: list[Event]) -> None:
         kind, slot = write.immediate >> KIND_SHIFT, write.immediate >> SLOT_SHIFT & SLOT_MASK
         event = Credited(slot) if kind == CREDIT else Received(slot, write.nbytes)
-        wrong = self._admit(event) if kind in (MESSAGE, CREDIT) else f"an announcement of unknown kind {kind}"
+        wrong = self._check_credit(event) if kind in (MESSAGE, CREDIT) else f"an announcement of unknown kind {kind}"
         if wrong:
             self._end(events, Lost(wrong, violation=True))
             return
@@ -241,7 +241,7 @@ class VerbsLink(Link):
 
     def close(self) -> None:
         if self._lost is None:
-            self._say_farewell()
+            self._await_acknowledgements()
         self.drop()
 
     def drop(self) -> None:
@@ -266,10 +266,10 @@ class VerbsLink(Link):
             self._control.close()
             self._queue.abandon()
 
-    def _say_farewell(self) -> None:
+    def _await_acknowledgements(self) -> None:
         """Wait a moment until the peer has got all writes: closing the queue would cancel them."""
-        deadline, news = time.monotonic() + FAREWELL_S, select.poll()
-        news.register(self._queue.descriptor, select.POLLIN)
+        deadline, poller = time.monotonic() + FAREWELL_S, select.poll()
+        poller.register(self._queue.descriptor, select.POLLIN)
         while self._queue.unacknowledged and self._failure is None and time.monotonic() < deadline:
-            news.poll(max(0.0, deadline - time.monotonic()) * 1000)
+            poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
             self._take_writes()

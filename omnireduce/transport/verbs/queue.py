@@ -65,36 +65,37 @@ class Queue:
                 self._open(send_slots, receive_slots)
         except PyverbsError as error:
             self.close()
-            raise TransportError(_explained(error, send_slots.nbytes + receive_slots.nbytes)) from error
+            raise TransportError(_error_text(error, send_slots.nbytes + receive_slots.nbytes)) from error
         except BaseException:
             self.close()
             raise
 
     def _open(self, send_slots: Array, receive_slots: Array) -> None:
-        own, port = self._owned.enter_context, self.choice.port
-        known = _event_descriptors()
-        self._context = context = own(Context(name=port.device))
-        self._alarms = _the_new_one(known)
-        self._channel = own(CompChannel(context))
-        self._completed = _the_new_one(known | {self._alarms})
-        self._news = own(select.epoll())
-        self.descriptor = self._news.fileno()
-        self._news.register(self._alarms, select.EPOLLIN)
-        self._news.register(self._completed, select.EPOLLIN)
-        domain = own(PD(context))
-        self._completions = own(CQ(context, 4 * self._depth, None, self._channel, 0))
+        enter, port = self._owned.enter_context, self.choice.port
+        known_descriptors = _event_descriptors()
+        self._context = context = enter(Context(name=port.device))
+        self._alarms = _new_descriptor(known_descriptors)
+        self._channel = enter(CompChannel(context))
+        self._completed = _new_descriptor(known_descriptors | {self._alarms})
+        self._epoll = enter(select.epoll())
+        self.descriptor = self._epoll.fileno()
+        self._epoll.register(self._alarms, select.EPOLLIN)
+        self._epoll.register(self._completed, select.EPOLLIN)
+        domain = enter(PD(context))
+        self._completions = enter(CQ(context, 4 * self._depth, None, self._channel, 0))
         self._completions.req_notify()
         self._armed = True  # the descriptor shows the next completion
         local, remote = enums.IBV_ACCESS_LOCAL_WRITE, enums.IBV_ACCESS_REMOTE_WRITE
-        sent = own(MR(domain, send_slots.nbytes, local, address=send_slots.ctypes.data))
-        taken = own(MR(domain, receive_slots.nbytes, local | remote, address=receive_slots.ctypes.data))
+        send_region = enter(MR(domain, send_slots.nbytes, local, address=send_slots.ctypes.data))
+        receive_region = enter(MR(domain, receive_slots.nbytes, local | remote, address=receive_slots.ctypes.data))
         self._slots = [
-            SGE(send_slots.ctypes.data + slot * self._slot_bytes, 0, sent.lkey) for slot in range(len(send_slots))
+            SGE(send_slots.ctypes.data + slot * self._slot_bytes, 0, send_region.lkey)
+            for slot in range(len(send_slots))
         ]
-        self._nothing = SGE(receive_slots.ctypes.data, 0, taken.lkey)
-        self._receive = own(RecvWR(sg=[self._nothing], num_sge=1))  # verbs need an address, even for no bytes
-        self._queue = own(QPEx(context, self._attributes(domain)))
-        self._queue.to_init(self._path(QPAttr(port_num=port.number)))
+        self._no_bytes = SGE(receive_slots.ctypes.data, 0, receive_region.lkey)
+        self._receive = enter(RecvWR(sg=[self._no_bytes], num_sge=1))  # verbs need an address, even for no bytes
+        self._queue = enter(QPEx(context, self._attributes(domain)))
+        self._queue.to_init(self._with_access(QPAttr(port_num=port.number)))
         for _ in range(self._depth):
             self._queue.post_recv(self._receive)
         self.endpoint = Endpoint(
@@ -102,7 +103,7 @@ class Queue:
             lid=port.lid,
             queue=self._queue.qp_num,
             sequence=secrets.randbits(24),
-            key=taken.rkey,
+            key=receive_region.rkey,
             address=receive_slots.ctypes.data,
             mtu=self._settings.path_mtu or port.mtu,
         )
@@ -120,25 +121,27 @@ class Queue:
             send_ops_flags=enums.IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM,
         )
 
-    def _path(self, attributes: QPAttr) -> QPAttr:
+    def _with_access(self, attributes: QPAttr) -> QPAttr:
         attributes.qp_access_flags = enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_LOCAL_WRITE
         return attributes
 
     def connect(self, peer: Endpoint) -> None:
         """Prepare writes to `peer`, which connects to this end. Raises TransportError."""
-        wanted, port = self._settings, self.choice.port
+        settings, port = self._settings, self.choice.port
         if peer.address + len(self._slots) * self._slot_bytes > 1 << 64:
             raise TransportError(f"the peer's slots, from address {peer.address} on, end beyond 2**64")
-        attributes = self._path(QPAttr(port_num=port.number))
+        attributes = self._with_access(QPAttr(port_num=port.number))
         attributes.path_mtu = MTU_CODES[min(peer.mtu, self.endpoint.mtu)]
         attributes.dest_qp_num, attributes.rq_psn, attributes.sq_psn = peer.queue, peer.sequence, self.endpoint.sequence
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
-        attributes.min_rnr_timer, attributes.rnr_retry = MIN_RNR_TIMER, wanted.retry_count
-        attributes.timeout, attributes.retry_cnt = wanted.ack_timeout, wanted.retry_count
+        attributes.min_rnr_timer, attributes.rnr_retry = MIN_RNR_TIMER, settings.retry_count
+        attributes.timeout, attributes.retry_cnt = settings.ack_timeout, settings.retry_count
         route = GlobalRoute(
-            dgid=_gid(peer.gid), sgid_index=self.choice.gid.index, hop_limit=64, traffic_class=wanted.traffic_class
+            dgid=_gid(peer.gid), sgid_index=self.choice.gid.index, hop_limit=64, traffic_class=settings.traffic_class
         )
-        attributes.ah_attr = AHAttr(port_num=port.number, is_global=1, gr=route, dlid=peer.lid, sl=wanted.service_level)
+        attributes.ah_attr = AHAttr(
+            port_num=port.number, is_global=1, gr=route, dlid=peer.lid, sl=settings.service_level
+        )
         try:
             self._queue.to_rts(attributes)
         except PyverbsError as error:
@@ -150,15 +153,15 @@ class Queue:
 
         Raises TransportError.
         """
-        place = self._slots[slot]
-        place.length = nbytes
-        self._post(place, self._peer.address + slot * self._slot_bytes, immediate)
+        slot_memory = self._slots[slot]
+        slot_memory.length = nbytes
+        self._post(slot_memory, self._peer.address + slot * self._slot_bytes, immediate)
 
     def announce(self, immediate: int) -> None:
         """Send the immediate data `immediate` with a write of no bytes. Raises TransportError."""
-        self._post(self._nothing, self._peer.address, immediate)
+        self._post(self._no_bytes, self._peer.address, immediate)
 
-    def _post(self, place: SGE, address: int, immediate: int) -> None:
+    def _post(self, memory: SGE, address: int, immediate: int) -> None:
         queue = self._queue
         if self._port_is_down and (trouble := self._port_trouble()):
             raise TransportError(f"RDMA failed: the device takes no write{trouble}")
@@ -167,7 +170,7 @@ class Queue:
             queue.wr_id = 0
             queue.wr_flags = enums.IBV_SEND_SIGNALED
             queue.wr_rdma_write_imm(self._peer.key, address, socket.htonl(immediate))  # pyverbs swaps only what arrives
-            queue.wr_set_sge(place)
+            queue.wr_set_sge(memory)
             queue.wr_complete()
         except PyverbsError as error:
             raise TransportError(f"RDMA failed: the device takes no write: {error}") from error
@@ -175,15 +178,15 @@ class Queue:
 
     def poll(self) -> Iterator[Write | Failure]:
         """The events since the last call. Afterwards `descriptor` becomes readable with the next event."""
-        return self._guarded(self._poll())
+        return self._with_failures(self._poll())
 
     def drain(self) -> Iterator[Write | Failure]:
         """The events since the last call, without a system call. Events of the device itself are left to `poll`."""
-        return self._guarded(self._drain())
+        return self._with_failures(self._drain())
 
-    def _guarded(self, news: Iterator[Write | Failure]) -> Iterator[Write | Failure]:
+    def _with_failures(self, outcomes: Iterator[Write | Failure]) -> Iterator[Write | Failure]:
         try:
-            yield from news
+            yield from outcomes
         except PyverbsError as error:
             yield self._failed(str(error))
 
@@ -202,7 +205,7 @@ class Queue:
         return f"; {port.device} port {port.number} is {STATES.get(state, state)}"
 
     def _poll(self) -> Iterator[Write | Failure]:
-        for descriptor, _ in self._news.poll(0):
+        for descriptor, _ in self._epoll.poll(0):
             if descriptor == self._alarms:
                 yield from self._take_alarm()
                 continue
@@ -286,9 +289,10 @@ def _event_descriptors() -> set[int]:
     return descriptors
 
 
-def _the_new_one(known: set[int]) -> int:
-    """The descriptor of verbs events that is not in `known`. Raises TransportError unless there is exactly one."""
-    new = _event_descriptors() - known
+def _new_descriptor(known_descriptors: set[int]) -> int:
+    """The descriptor of verbs events that is not in `known_descriptors`. Raises TransportError unless there is exactly
+    one."""
+    new = _event_descriptors() - known_descriptors
     if len(new) != 1:
         raise TransportError(
             f"{len(new)} RDMA event channels were opened at once, expected 1: does another library use RDMA in this "
@@ -297,7 +301,7 @@ def _the_new_one(known: set[int]) -> int:
     return new.pop()
 
 
-def _explained(error: PyverbsError, nbytes: int) -> str:
+def _error_text(error: PyverbsError, nbytes: int) -> str:
     if getattr(error, "error_code", 0) not in MEMORY_REFUSED:
         return f"the RDMA device refuses: {error}"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

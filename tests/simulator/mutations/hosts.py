@@ -131,8 +131,8 @@ MUTATIONS = (
         "rows do not count as summed",
         "omnireduce.kernels.exchange",
         "a host never stages the tensor that follows rows",
-        "    for line in (SUMMED, COMBINED, COLLECTED):\n",
-        "    for line in (COMBINED, COLLECTED):\n",
+        "    for counter_word in (SUMMED, COMBINED, COLLECTED):\n",
+        "    for counter_word in (COMBINED, COLLECTED):\n",
         first=_OF_SEVERAL,
     ),
     Mutation(

@@ -22,8 +22,9 @@ MUTATIONS = (
         "bad news behind the last welcome is lost",
         _JOINING,
         "a rank believes in a job that is over",
-        "            return  # of an attempt that has ended\n        address",
-        "            return  # of an attempt that has ended\n        if self._has_joined:\n            return\n"
+        "            return  # the message belongs to an attempt that has ended\n        address",
+        "            return  # the message belongs to an attempt that has ended\n"
+        "        if self._has_joined:\n            return\n"
         "        address",
         within=6000,
     ),

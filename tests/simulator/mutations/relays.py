@@ -137,7 +137,7 @@ MUTATIONS = (
         "relays may be a circle",
         _ADMISSION,
         "a hello goes round until there is no descriptor left",
-        "len(hello.relays) >= MOST_RELAYS",
+        "len(hello.relays) >= MAX_RELAYS",
         "False",
         test=_TESTS + "test_a_circle_of_relays_has_an_end",
     ),
