@@ -32,9 +32,12 @@ def _begin(over: torch.jit.Future[int], tensors: List[Tensor]) -> torch.jit.Futu
     return torch.jit.fork(_after, over, tensors)
 
 
+_compiling = threading.RLock()  # two threads that ignore warnings at the same time restore the filters wrongly
+
+
 @cache
 def _compiled() -> Any:
-    with warnings.catch_warnings():
+    with _compiling, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that torch.jit is old: nothing else makes such a future
         return torch.jit.script(_begin)
 
