@@ -122,7 +122,7 @@ def tensors():
 
 theirs._gloo = late = Late(theirs._gloo)
 works = [group.allgather(*tensors()) for group in (ours, theirs)]
-own = works[0]._begun(timedelta(0))
+own = works[0]._await_start(timedelta(0))
 try:
     works[1].wait()
 except RuntimeError:

@@ -27,7 +27,7 @@ from omnireduce.runtime.rank.calls.single import once
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.exit_gate import exit_gate
 from omnireduce.torch.backend.group_job import Job
-from omnireduce.torch.backend.work import NO_LIMIT, Completion, Pending, told_to_torch
+from omnireduce.torch.backend.work import NO_LIMIT, Completion, Pending, as_torch_error
 from omnireduce.torch_backend import DEVICES
 
 DIGEST_BYTES, BALANCE_BYTES, TEXT_BYTES = 16, 8, 232
@@ -109,62 +109,62 @@ def gloo_group(store: dist.Store, rank: int, size: int, address: str, timeout: t
 
 
 class Movement(NamedTuple):
-    """A collective of gloo. `words` describe it. They are the same on all ranks, and `sizes` fit those of the others.
+    """A collective of gloo. `description`: in words, the same on all ranks. `sizes` fit those of the other ranks.
     `begin` asks gloo for it, and `finish` returns the tensors with its results. `devices`: the GPUs of these."""
 
-    words: str
+    description: str
     begin: Callable[[], dist._Work]
     finish: Callable[[], list[Tensor]]
     devices: Sequence[torch.device] = ()
     sizes: Sizes | None = None
 
 
-class Movements:
-    """Lets gloo begin what ranks ask for, once they agree, in the order in which they asked for it.
+class MovementQueue:
+    """Collectives of gloo that wait until all ranks agree on them. They begin in the order in which they were started.
 
-    Gloo tells the messages of two collectives apart by that order. Whoever needs the work of one waits for those
-    before it; a thread of `completion` does where nobody else does. Threads of `self._ends` complete the futures.
+    Gloo tells the messages of two collectives apart by that order. A caller that needs the work of one collective waits
+    for those before it. If no caller waits, a thread of `completion` does. Other threads complete the futures.
     """
 
     def __init__(self, job: Job, completion: Completion) -> None:
-        self._job, self._completion, self._ends = job, completion, Completion()
+        self._job, self._completion, self._future_completion = job, completion, Completion()
         self._turns = deque[_Turn]()  # that have not begun
         self._beginning = threading.RLock()  # held from the first of the turns until it has begun
 
     def start(self, movement: Movement, opts: Any) -> dist._Work:
-        """The work of a collective of all ranks. Raises RuntimeError where they do not agree; for an asynchronous one
-        the work does."""
+        """The work of a collective of all ranks. Raises RuntimeError if they do not agree. If the collective is
+        asynchronous, the work raises it."""
         limit: timedelta = max(opts.timeout, NO_LIMIT)
 
-        def ask(communicator: Communicator) -> _Turn:
-            own = statement(movement.words, communicator.rank, movement.sizes)
+        def begin_agreement(communicator: Communicator) -> _Turn:
+            own_statement = statement(movement.description, communicator.rank, movement.sizes)
             if not opts.asyncOp and not limit:
-                statements = communicator.allgather(own)
+                statements = communicator.allgather(own_statement)
                 turn = _Turn(lambda: statements, movement.begin)
             else:
-                handle = communicator.allgather_async(own)
+                handle = communicator.allgather_async(own_statement)
                 turn = _Turn(lambda: handle.wait(limit.total_seconds() or None), movement.begin)
             self._turns.append(turn)
             return turn
 
-        turn = self._job.start(ask)
+        turn = self._job.start(begin_agreement)
         work = GlooWork(
-            lambda timeout: self._reach(turn, timeout),
-            turn.over.is_set,
+            lambda timeout: self._start_until(turn, timeout),
+            turn.decided.is_set,
             movement.finish,
             devices=movement.devices,
-            words=movement.words,
-            ends=self._ends,
+            description=movement.description,
+            completion=self._future_completion,
         )
         if opts.asyncOp:
-            self._completion.add(Pending(lambda: self._reach(turn), _nothing))
+            self._completion.add(Pending(lambda: self._start_until(turn), _ignore_start))
         else:
-            self._reach(turn)
+            self._start_until(turn)
         return work
 
     def close(self) -> None:
         """Let the threads end, once they have completed all futures."""
-        self._ends.close()
+        self._future_completion.close()
 
     def refuse(self, error: Exception) -> None:
         """Let the other ranks know that this one cannot take part in the next collective, because of `error`."""
@@ -172,74 +172,76 @@ class Movements:
         def begin() -> dist._Work:
             raise error  # no rank can take part
 
-        refused = Movement(f"cannot take part: {error}", begin, list)
+        refusal = Movement(f"cannot take part: {error}", begin, list)
         with suppress(dist.DistError):  # the job is over
-            self.start(refused, dist.BarrierOptions())
+            self.start(refusal, dist.BarrierOptions())
 
-    def _reach(self, turn: _Turn, timeout: timedelta = NO_LIMIT) -> dist._Work:
-        if timeout and not turn.over.wait(timeout.total_seconds()):  # of an asynchronous one: a thread goes on with it
+    def _start_until(self, turn: _Turn, timeout: timedelta = NO_LIMIT) -> dist._Work:
+        # After the timeout of an asynchronous collective, a thread of `completion` goes on with it.
+        if timeout and not turn.decided.wait(timeout.total_seconds()):
             raise dist.DistBackendError(f"omnireduce: not all ranks have called it after {timeout.total_seconds():g} s")
         with self._beginning:
-            while not turn.over.is_set():
-                self._turns.popleft().take()
+            while not turn.decided.is_set():
+                self._turns.popleft().start()
         return turn.work()
 
 
-def _nothing() -> None:
+def _ignore_start() -> None:
     """Nobody is told when a collective has begun."""
 
 
 class _Turn:
-    """One collective's: `statements` waits for those of all ranks; `begin` asks gloo for it."""
+    """A collective in the queue. `statements` waits for the statements of all ranks; `begin` asks gloo for it."""
 
     def __init__(self, statements: Callable[[], Array], begin: Callable[[], dist._Work]) -> None:
         self._statements, self._begin = statements, begin
         self._work: dist._Work | None = None
         self._error: Exception | None = None
-        self.over = threading.Event()  # it has begun, or never will
+        self.decided = threading.Event()  # it has begun, or never will
 
-    def take(self) -> None:
+    def start(self) -> None:
         try:
             check_agreement(self._statements())
             self._work = self._begin()
         except OmniReduceError as error:
-            self._error = told_to_torch(error)
+            self._error = as_torch_error(error)
         except Exception as error:
-            self._error = dist.DistBackendError(f"omnireduce: {said_by_gloo(error)}")
+            self._error = dist.DistBackendError(f"omnireduce: {gloo_message(error)}")
         del self._statements, self._begin  # they hold tensors
-        self.over.set()
+        self.decided.set()
 
     def work(self) -> dist._Work:
-        """Gloo's. Raises RuntimeError where there is none."""
+        """The work of gloo. Raises RuntimeError if there is none."""
         if self._error is not None:
             raise self._error
         assert self._work is not None
         return self._work
 
 
-def said_by_gloo(error: Exception) -> str:
-    """Without the file and line of gloo's source, and what gloo saw first."""
+def gloo_message(error: Exception) -> str:
+    """The text of an error of gloo, without the line of gloo's source and without gloo's first exception."""
     return re.sub(r"^\[/\S+\] ", "", str(error).partition("\n Original exception")[0])
 
 
 class GlooWork(dist._Work):
-    """Work of gloo. `begun` waits until it has begun, with a time limit or without, and returns gloo's own work;
-    `is_begun` tells whether that would wait. `finish` is called once, when it is over, and returns the tensors. `words`
-    describe it. `ends`: its threads complete the future. None: there is no future, as gloo has none for messages."""
+    """Work of gloo. `await_start` waits until gloo has begun it, with a time limit or without, and returns gloo's own
+    work; `has_started` tells whether that would return at once. `finish` is called once, when the work is over, and
+    returns the tensors. `description`: the collective, in words. `completion`: its threads complete the future. None:
+    there is no future, as gloo has none for messages."""
 
     def __init__(
         self,
-        begun: Callable[[timedelta], dist._Work],
-        is_begun: Callable[[], bool],
+        await_start: Callable[[timedelta], dist._Work],
+        has_started: Callable[[], bool],
         finish: Callable[[], list[Tensor]],
         *,
-        words: str,
+        description: str,
         devices: Sequence[torch.device] = (),
-        ends: Completion | None = None,
+        completion: Completion | None = None,
     ) -> None:
         super().__init__()
-        self._words, self._ends = words, ends
-        self._begun, self._is_begun, self._finish = begun, is_begun, once(finish)
+        self._description, self._future_completion = description, completion
+        self._await_start, self._has_started, self._finish = await_start, has_started, once(finish)
         self._waiting = threading.RLock()  # a signal handler may come on top
         self._is_over = False
         self._error: Exception | None = None
@@ -247,9 +249,9 @@ class GlooWork(dist._Work):
         self._over: Future[None] | None = None  # where somebody wants to hear of it
 
     def is_completed(self) -> bool:
-        if not self._is_over and self._is_begun():
+        if not self._is_over and self._has_started():
             with suppress(Exception):  # `wait` and `exception` tell that
-                if self._begun(NO_LIMIT).is_completed():
+                if self._await_start(NO_LIMIT).is_completed():
                     self.wait()
         return self._is_over
 
@@ -261,7 +263,7 @@ class GlooWork(dist._Work):
 
     def _source_rank(self) -> int:
         """For `dist.recv` of any rank."""
-        return int(self._begun(NO_LIMIT)._source_rank())
+        return int(self._await_start(NO_LIMIT)._source_rank())
 
     def result(self) -> list[Tensor]:
         self.wait()
@@ -273,10 +275,10 @@ class GlooWork(dist._Work):
         with self._waiting:
             if not self._is_over:  # to wait twice for a message is to wait for another one
                 try:
-                    self._await(self._begun(timeout), timeout)
+                    self._await(self._await_start(timeout), timeout)
                     self._finish()
                 except Exception as error:
-                    if not self._is_begun():  # only the time of this call is over
+                    if not self._has_started():  # only the time of this call is over
                         raise
                     self._error = error
                 self._is_over = True
@@ -288,29 +290,32 @@ class GlooWork(dist._Work):
         try:
             work.wait(timeout)
         except RuntimeError as error:
-            raise dist.DistBackendError(f"omnireduce: {self._words}: {said_by_gloo(error)}") from error
+            raise dist.DistBackendError(f"omnireduce: {self._description}: {gloo_message(error)}") from error
 
     def get_future(self) -> Future[list[Tensor]]:
-        if self._ends is None:
-            raise dist.DistBackendError(f"omnireduce: no future tells the end of a wait {self._words}; call wait()")
-        begun, finish = self._begun, self._finish  # not this object: the tensors are free when nobody refers to it
+        if self._future_completion is None:
+            raise dist.DistBackendError(
+                f"omnireduce: no future tells the end of a wait {self._description}; call wait()"
+            )
+        # The callbacks do not refer to this object: the tensors are free when nobody refers to it.
+        await_start, finish = self._await_start, self._finish
         if self._over is None:
             self._over = over = Future(devices=list(self._devices))
-            self._ends.add(Pending(lambda: _await_end(begun), lambda: over.set_result(None)))
+            self._future_completion.add(Pending(lambda: _await_end(await_start), lambda: over.set_result(None)))
 
         def finished(_: Future[None]) -> list[Tensor]:
-            begun(NO_LIMIT).get_future().wait()  # raises why gloo failed
+            await_start(NO_LIMIT).get_future().wait()  # raises why gloo failed
             return finish()
 
         return self._over.then(finished)
 
 
-def _await_end(begun: Callable[[timedelta], dist._Work]) -> None:
-    """Return when gloo is over, or has not begun and never will. Who asks for the result is told an error.
+def _await_end(await_start: Callable[[timedelta], dist._Work]) -> None:
+    """Return when gloo has ended, or has not begun and never will. A caller that asks for the result gets the error.
 
     No function of Python is called in a thread of gloo: the end of the process would not wait for it.
     """
-    work = begun(NO_LIMIT)
+    work = await_start(NO_LIMIT)
     while not work.is_completed():
         exit_gate.check()
         with suppress(RuntimeError):

@@ -18,7 +18,7 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import run_agreed_by
 from omnireduce.runtime.rank.world import connect
 from omnireduce.support.config import Config, load_config, override_config
-from omnireduce.torch.backend.work import told_to_torch
+from omnireduce.torch.backend.work import as_torch_error
 
 SHORTEST_S, LONGEST_S = 0.1, 86400.0  # that `cluster.timeout_s` may be
 DRAWN_BYTES = 8
@@ -47,7 +47,7 @@ class Job:
                 communicator.take_over()
                 return begin(communicator)
             except OmniReduceError as error:
-                raise told_to_torch(error) from error
+                raise as_torch_error(error) from error
 
     def refuse(self, error: Exception) -> None:
         """Let the other ranks know that this one refuses the next collective: see `Communicator.refuse`."""
@@ -64,7 +64,7 @@ class Job:
                 try:
                     communicator = self._connect(*self._agree())
                 except OmniReduceError as error:
-                    raise told_to_torch(error) from error
+                    raise as_torch_error(error) from error
                 self._communicator = communicator
                 if self._has_left:  # by another thread, or a signal handler, that did not see it
                     communicator.shutdown()
@@ -73,7 +73,7 @@ class Job:
 
     def _check_not_left(self) -> None:
         if self._has_left:
-            raise told_to_torch(ClosedError("this process group was destroyed; make a new one to go on"))
+            raise as_torch_error(ClosedError("this process group was destroyed; make a new one to go on"))
 
     def _agree(self) -> tuple[str, Config]:
         """The id of this job, which rank 0 draws, and the configuration. Returns when all ranks are here; a rank that

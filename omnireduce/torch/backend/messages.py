@@ -23,7 +23,7 @@ from torch import Tensor
 from omnireduce.errors import UsageError
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.support.logs import tagged
-from omnireduce.torch.backend.gloo import GlooWork, said_by_gloo
+from omnireduce.torch.backend.gloo import GlooWork, gloo_message
 from omnireduce.torch.backend.options import only_element
 from omnireduce.torch.tensors import flat_bytes, put_back, result_buffer, staged, type_name
 
@@ -37,43 +37,51 @@ class Messages:
     """Messages of this rank, to and from the other ranks of a group of gloo."""
 
     def __init__(self, gloo: dist.ProcessGroup) -> None:
-        self._gloo, self._waits = gloo, _Waits()
+        self._gloo, self._wait_log = gloo, _WaitLog()
 
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist._Work:
         tensor, slot = only_element(tensors), self._slot(tensors, rank, tag)
-        own = [flat_bytes(staged(tensor))]
-        begin = partial(self._gloo.send, own, rank, slot)
-        return self._begun(begin, f"to send {_shown(tensor, tag)} to rank {rank}", lambda: [tensor])
+        data = [flat_bytes(staged(tensor))]
+        begin = partial(self._gloo.send, data, rank, slot)
+        return self._begin_work(begin, f"to send {_describe(tensor, tag)} to rank {rank}", lambda: [tensor])
 
     def receive(self, tensors: Sequence[Tensor], rank: int, tag: int) -> dist._Work:
         tensor, slot = only_element(tensors), self._slot(tensors, rank, tag)
-        room = result_buffer(tensor)
-        begin = partial(self._gloo.recv, [flat_bytes(room)], rank, slot)
-        return self._begun(begin, f"for {_shown(tensor, tag)} from rank {rank}", lambda: put_back([tensor], [room]))
+        buffer = result_buffer(tensor)
+        begin = partial(self._gloo.recv, [flat_bytes(buffer)], rank, slot)
+        return self._begin_work(
+            begin, f"for {_describe(tensor, tag)} from rank {rank}", lambda: put_back([tensor], [buffer])
+        )
 
     def receive_from_any(self, tensors: Sequence[Tensor], tag: int) -> dist._Work:
         tensor, slot = only_element(tensors), self._slot(tensors, None, tag)
-        room = result_buffer(tensor)
-        begin = partial(self._gloo.recv_anysource, [flat_bytes(room)], slot)
-        return self._begun(begin, f"for {_shown(tensor, tag)} from any rank", lambda: put_back([tensor], [room]))
+        buffer = result_buffer(tensor)
+        begin = partial(self._gloo.recv_anysource, [flat_bytes(buffer)], slot)
+        return self._begin_work(
+            begin, f"for {_describe(tensor, tag)} from any rank", lambda: put_back([tensor], [buffer])
+        )
 
     def close(self) -> None:
-        self._waits.close()
+        self._wait_log.close()
 
-    def _begun(self, begin: Callable[[], dist._Work], words: str, finish: Callable[[], list[Tensor]]) -> dist._Work:
+    def _begin_work(
+        self, begin: Callable[[], dist._Work], description: str, finish: Callable[[], list[Tensor]]
+    ) -> dist._Work:
         try:
-            return _MessageWork(begin(), words, finish, self._waits)
+            return _MessageWork(begin(), description, finish, self._wait_log)
         except RuntimeError as error:  # the other rank is gone
-            raise _in_vain(words, error) from error
+            raise _wait_error(description, error) from error
 
     def _slot(self, tensors: Sequence[Tensor], rank: int | None, tag: int) -> int:
         """The tag that gloo sees. Of a large tag all bits are taken: then nothing is checked.
 
         Raises UsageError for what cannot be.
         """
-        own, size = self._gloo.rank(), self._gloo.size()
-        if rank is not None and not (0 <= rank < size and rank != own):
-            raise UsageError(f"a message between ranks {own} and {rank} of {size}; expected another rank of the group")
+        own_rank, size = self._gloo.rank(), self._gloo.size()
+        if rank is not None and not (0 <= rank < size and rank != own_rank):
+            raise UsageError(
+                f"a message between ranks {own_rank} and {rank} of {size}; expected another rank of the group"
+            )
         if not 0 <= tag <= LARGEST_TAG:
             raise UsageError(f"tag {tag}; expected 0 to {LARGEST_TAG}")
         if tag >> TAG_BITS:
@@ -82,49 +90,51 @@ class Messages:
         return (1 + kind % ((1 << CHECK_BITS) - 1)) << TAG_BITS | tag
 
 
-def _shown(tensor: Tensor, tag: int) -> str:
+def _describe(tensor: Tensor, tag: int) -> str:
     return f"a message of {tensor.numel()} elements of {type_name(tensor)} with tag {tag}"
 
 
-def _in_vain(words: str, error: Exception) -> Exception:
+def _wait_error(description: str, error: Exception) -> Exception:
     backend_error: Exception = dist.DistBackendError(
-        f"omnireduce: waited {words}; one of another element type or size is not taken: {said_by_gloo(error)}"
+        f"omnireduce: waited {description}; one of another element type or size is not taken: {gloo_message(error)}"
     )
     return backend_error
 
 
 class _MessageWork(GlooWork):
-    def __init__(self, work: dist._Work, words: str, finish: Callable[[], list[Tensor]], waits: _Waits) -> None:
-        super().__init__(lambda _: work, lambda: True, finish, words=words)
-        self._waits = waits
+    def __init__(
+        self, work: dist._Work, description: str, finish: Callable[[], list[Tensor]], wait_log: _WaitLog
+    ) -> None:
+        super().__init__(lambda _: work, lambda: True, finish, description=description)
+        self._wait_log = wait_log
 
     def _await(self, work: dist._Work, timeout: timedelta) -> None:
-        with self._waits.waiting(self._words):
+        with self._wait_log.waiting(self._description):
             try:
                 work.wait(timeout)
             except RuntimeError as error:
-                raise _in_vain(self._words, error) from error
+                raise _wait_error(self._description, error) from error
 
 
-class _Waits:
-    """Waits of threads for messages. Another thread logs those that take long."""
+class _WaitLog:
+    """The waits of threads for messages. A thread of its own logs those that take long."""
 
     def __init__(self) -> None:
-        self._begun: dict[object, tuple[str, Reminders]] = {}  # words, and when to say them
+        self._started: dict[object, tuple[str, Reminders]] = {}  # descriptions, and when to log them
         self._closed = threading.Event()
         self._has_thread = False
 
     @contextmanager
-    def waiting(self, words: str) -> Iterator[None]:
+    def waiting(self, description: str) -> Iterator[None]:
         key = object()
-        self._begun[key] = words, Reminders(time.monotonic())
+        self._started[key] = description, Reminders(time.monotonic())
         if not self._has_thread:
             self._has_thread = True
             threading.Thread(target=self._watch, name="omnireduce.messages", daemon=True).start()
         try:
             yield
         finally:
-            del self._begun[key]
+            del self._started[key]
 
     def close(self) -> None:
         self._closed.set()
@@ -132,6 +142,6 @@ class _Waits:
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_S):
             now = time.monotonic()
-            for words, reminders in list(self._begun.values()):
+            for description, reminders in list(self._started.values()):
                 if waited_s := reminders.due(now):
-                    _log.warning("waiting %s since %.0f s", words, waited_s, extra=tagged("message_missing"))
+                    _log.warning("waiting %s since %.0f s", description, waited_s, extra=tagged("message_missing"))

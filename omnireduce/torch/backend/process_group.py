@@ -17,7 +17,7 @@ from omnireduce.runtime.rank.calls.single import Rows
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.torch.backend import movements
-from omnireduce.torch.backend.gloo import Movement, Movements, gloo_group, said_by_gloo
+from omnireduce.torch.backend.gloo import Movement, MovementQueue, gloo_group, gloo_message
 from omnireduce.torch.backend.group_job import Job
 from omnireduce.torch.backend.messages import Messages
 from omnireduce.torch.backend.options import (
@@ -40,7 +40,7 @@ from omnireduce.torch.backend.rendezvous import (
     is_made_by_torch,
     keep_store,
 )
-from omnireduce.torch.backend.work import NO_LIMIT, Completion, FinishedWork, Outcome, OutcomeWork, told_to_torch
+from omnireduce.torch.backend.work import NO_LIMIT, Completion, FinishedWork, Outcome, OutcomeWork, as_torch_error
 from omnireduce.torch.sparse import replace, rows_of, stream_of
 from omnireduce.torch.tensors import array_of, bytes_of, copied, put_back, staged
 from omnireduce.torch_backend import BACKEND, DEVICES
@@ -90,7 +90,7 @@ class ProcessGroup(dist.ProcessGroup):
         )
         self._job = Job(self._gloo, timeout)
         self._completion = Completion()
-        self._movements, self._messages = Movements(self._job, self._completion), Messages(self._gloo)
+        self._movements, self._messages = MovementQueue(self._job, self._completion), Messages(self._gloo)
         if not dist.is_initialized():  # the first group: what is wrong with the configuration shows at once
             self._job.join()
 
@@ -288,7 +288,7 @@ class ProcessGroup(dist.ProcessGroup):
         try:
             self._gloo.monitored_barrier(limit, wait_all_ranks)
         except RuntimeError as error:
-            raise dist.DistBackendError(f"omnireduce: {said_by_gloo(error)}") from error
+            raise dist.DistBackendError(f"omnireduce: {gloo_message(error)}") from error
 
     def _move(self, movement: Movement, opts: Any) -> dist._Work:
         return self._movements.start(movement, opts)
@@ -325,7 +325,7 @@ def _with_torch_errors(method: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except OmniReduceError as error:
-            raise told_to_torch(error) from error
+            raise as_torch_error(error) from error
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

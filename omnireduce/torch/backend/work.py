@@ -23,36 +23,36 @@ from omnireduce.support.exit_gate import exit_gate
 from omnireduce.torch.tensors import gpus_of
 
 
-def _after(over: torch.jit.Future[int], tensors: List[Tensor]) -> List[Tensor]:  # noqa: UP006
+def _wait_and_return(over: torch.jit.Future[int], tensors: List[Tensor]) -> List[Tensor]:  # noqa: UP006
     torch.jit.wait(over)
     return tensors
 
 
-def _begin(over: torch.jit.Future[int], tensors: List[Tensor]) -> torch.jit.Future[List[Tensor]]:  # noqa: UP006
-    return torch.jit.fork(_after, over, tensors)
+def _fork_wait(over: torch.jit.Future[int], tensors: List[Tensor]) -> torch.jit.Future[List[Tensor]]:  # noqa: UP006
+    return torch.jit.fork(_wait_and_return, over, tensors)
 
 
 _compiling = threading.RLock()  # two threads that ignore warnings at the same time restore the filters wrongly
 
 
 @cache
-def _compiled() -> Any:
+def _compiled_fork() -> Any:
     with _compiling, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that torch.jit is old: nothing else makes such a future
-        return torch.jit.script(_begin)
+        return torch.jit.script(_fork_wait)
 
 
 def typed_future(over: Any, tensors: List[Tensor]) -> Any:  # noqa: UP006
     """A future that has these tensors, or the error of the future `over`, once that is complete. Its callbacks run in
     threads of torch, for which the end of the process does not wait."""
-    return _compiled()(over, tensors)
+    return _compiled_fork()(over, tensors)
 
 
 class Pending(NamedTuple):
-    """A collective: `wait` returns, or raises an Exception, when it is over; `tell` is called then."""
+    """A collective: `wait` returns, or raises an Exception, when it is over; `notify` is called then."""
 
     wait: Callable[[], object]
-    tell: Callable[[], object]
+    notify: Callable[[], object]
 
 
 class Completion:
@@ -68,7 +68,7 @@ class Completion:
         self._turn = threading.Condition(self._lock)
         self._pending = deque[Pending]()
         self._is_waiting = False  # a thread waits for a collective, or has been told to
-        self._told = False  # to wait, one of the `_idle` threads
+        self._has_turn = False  # to wait, one of the `_idle` threads
         self._idle, self._closed = 0, False
 
     def add(self, pending: Pending) -> None:
@@ -76,7 +76,7 @@ class Completion:
         thread."""
         with self._lock:
             self._pending.append(pending)
-            self._let_one_wait()
+            self._ensure_waiter()
 
     def close(self) -> None:
         """Let the threads end, once they have told all."""
@@ -84,12 +84,12 @@ class Completion:
             self._closed = True
             self._turn.notify_all()
 
-    def _let_one_wait(self) -> None:
-        """See to it that a thread waits for the next collective. With the lock held."""
+    def _ensure_waiter(self) -> None:
+        """Make sure that a thread waits for the next collective. The caller holds the lock."""
         if self._is_waiting or not self._pending:
             return
         if self._idle:
-            self._idle, self._told = self._idle - 1, True
+            self._idle, self._has_turn = self._idle - 1, True
             self._turn.notify()
         else:
             threading.Thread(target=self._run, name="omnireduce.torch", daemon=True).start()
@@ -99,11 +99,11 @@ class Completion:
         is_needed = True
         while is_needed:
             with exit_gate:
-                self._do_next()
+                self._complete_next()
             with self._lock:
                 is_needed = self._await_turn()
 
-    def _do_next(self) -> None:
+    def _complete_next(self) -> None:
         with self._lock:
             pending = self._pending.popleft()
         with suppress(Exception):  # who asks for the result is told
@@ -111,8 +111,8 @@ class Completion:
         with self._lock:
             self._is_waiting = False
             with suppress(RuntimeError):  # no room for a thread: this one goes on when it has told
-                self._let_one_wait()
-        pending.tell()
+                self._ensure_waiter()
+        pending.notify()
 
     def _await_turn(self) -> bool:
         """Be idle until there is a collective to wait for; return whether there is one, rather than an end."""
@@ -120,20 +120,20 @@ class Completion:
             self._is_waiting = True
             return True
         self._idle += 1
-        while not self._told:
+        while not self._has_turn:
             if self._closed:
                 self._idle -= 1
                 return False
             self._turn.wait()
-        self._told = False
+        self._has_turn = False
         return True
 
 
 NO_LIMIT = timedelta(0)
 
 
-def told_to_torch(error: Exception) -> RuntimeError:
-    """The error that users of torch expect. The time limit is one that they gave to torch."""
+def as_torch_error(error: Exception) -> RuntimeError:
+    """The error that users of torch expect, from one of ours. The time limit in it is one that they gave to torch."""
     text = str(error).replace("raise cluster.timeout_s", "raise that")
     limit = " (the timeout of the process group)" if isinstance(error, CollectiveTimeoutError) else ""
     backend_error: RuntimeError = dist.DistBackendError(f"omnireduce: {text}{limit}")
@@ -158,7 +158,7 @@ class Outcome:
             raise dist.DistBackendError(f"omnireduce: {error} after {timeout.total_seconds():g} s") from error
         except Exception as error:  # also a bug: who waits for the future must hear of it
             self.is_known = True
-            raise told_to_torch(error) from error
+            raise as_torch_error(error) from error
         self.is_known = True
         return tensors
 
@@ -171,7 +171,7 @@ class FinishedWork(dist._Work):
         try:
             self._tensors = list(finish(result))
         except Exception as error:
-            raise told_to_torch(error) from error
+            raise as_torch_error(error) from error
 
     def is_completed(self) -> bool:
         return True
@@ -191,7 +191,7 @@ class FinishedWork(dist._Work):
     def get_future(self) -> Future[list[Tensor]]:
         future: Future[list[Tensor]] = Future(devices=gpus_of(self._tensors))
         future.set_result(self._tensors)
-        return _for_hooks(future, self._tensors)
+        return _adapt_for_hooks(future, self._tensors)
 
 
 class OutcomeWork(dist._Work):
@@ -241,10 +241,10 @@ class OutcomeWork(dist._Work):
     def get_future(self) -> Future[list[Tensor]]:
         outcome = self._outcome
         # A callback that raises, not `set_exception`: that ends the process in the backward pass of torch 2.13.
-        return _for_hooks(self._over.then(lambda _: outcome.wait()), self._tensors)
+        return _adapt_for_hooks(self._over.then(lambda _: outcome.wait()), self._tensors)
 
 
-def _for_hooks(future: Future[list[Tensor]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
+def _adapt_for_hooks(future: Future[list[Tensor]], tensors: Sequence[Tensor]) -> Future[list[Tensor]]:
     """A future with these tensors that torch's built-in hook for float16 understands, too. On a GPU it does not: a
     future of TorchScript knows no devices."""
     if tensors and all(tensor.is_cpu and tensor.dtype == torch.float16 for tensor in tensors):
