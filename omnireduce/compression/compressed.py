@@ -18,7 +18,7 @@ from omnireduce.kernels.select import copy_blocks
 from omnireduce.protocol.collective.codecs import Coder
 from omnireduce.runtime.rank.calls.single import check_codec
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 STEP_BYTES = 2  # about the bytes for the number of a single element
 # The work for a single element, as the bytes of blocks that take as long: over 1 Gbit/s, and in shared memory
@@ -79,7 +79,7 @@ class Compression:
         """
         if self._formation is not comm.formation:  # a rank may be new, and all must draw random numbers by one step
             self._steps, self._costs, self._formation = {}, {}, comm.formation
-        with told_to_others(comm):
+        with report_errors_to(comm):
             flat = check_gradient(gradient)
             step = self._steps.get(check_name(name), 0)
             x = self.memory.compensate(flat, name)
@@ -112,7 +112,7 @@ class Compression:
         sent = x
         if codec != NONE and not isinstance(self.memory, NoMemory):
             key = stream_key(protocol.codec_seed, zlib.crc32(name.encode()) + (step << 32), comm.rank)
-            with told_to_others(comm):
+            with report_errors_to(comm):
                 coder = Coder(codec, codec_named(codec), block_size)
                 sent = coder.round_trip(x, block_keys(key, np.arange(-(-x.size // block_size))))
         if sent is out:

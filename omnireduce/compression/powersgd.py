@@ -23,7 +23,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 
 def rank_for(shape: tuple[int, ...], max_rank: int) -> tuple[int, int, int]:
@@ -60,13 +60,13 @@ class PowerSgd:
         Other dimensions than the first count as one. `name` tells gradients apart, and is the same on all ranks. Raises
         the errors of `Communicator.allreduce`, and UsageError for another dtype.
         """
-        with told_to_others(comm):
+        with report_errors_to(comm):
             flat = check_gradient(gradient)
             rows, columns, rank = rank_for(gradient.shape, self.rank)
             check_name(name)
         if not rank:
             return comm.allreduce(gradient, op=op, name=name, codec="none")
-        with told_to_others(comm):
+        with report_errors_to(comm):
             matrix = self.memory.compensate(flat, name).reshape(rows, columns)
             left = matrix @ self._factor(name, columns, rank)
         collective_name = name_for_all(name, f"PowerSgd(seed={self.seed})")

@@ -26,7 +26,7 @@ from omnireduce.kernels.select import (
     list_at_least,
     sum_squares,
 )
-from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole_number
 
 Unit = Literal["elements", "blocks"]
 Selects = Literal["largest", "about", "some", "none"]
@@ -128,7 +128,7 @@ class BlockTopK(Selector):
     unit: Unit = "blocks"
 
     def __init__(self, ratio: float = 0.01, block_size: int = BLOCK) -> None:
-        self.ratio, self.block_size = check_ratio(ratio), whole(block_size, "block_size")
+        self.ratio, self.block_size = check_ratio(ratio), whole_number(block_size, "block_size")
         if block_size < 8 or block_size % 8:
             raise UsageError(f"block_size {block_size}: expected a multiple of 8")
 
@@ -139,11 +139,11 @@ class BlockTopK(Selector):
 
 def block_squares(x: Array, block_size: int) -> Array:
     """The squared norm of each block of `x`, float32 (elements,), with a short last block: float32 (blocks,)."""
-    whole = x.size // block_size
-    squares = np.empty(whole + (x.size % block_size > 0), np.float32)
-    sum_squares(x[: whole * block_size].reshape(whole, block_size), squares[:whole])
-    if whole < squares.size:
-        sum_squares(x[whole * block_size :].reshape(1, -1), squares[whole:])
+    whole_number = x.size // block_size
+    squares = np.empty(whole_number + (x.size % block_size > 0), np.float32)
+    sum_squares(x[: whole_number * block_size].reshape(whole_number, block_size), squares[:whole_number])
+    if whole_number < squares.size:
+        sum_squares(x[whole_number * block_size :].reshape(1, -1), squares[whole_number:])
     return squares
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole_number
 
 NAME_CHARACTERS = 160
 SENT_CHARACTERS = 180  # the longest common name of collectives; single collectives add to it
@@ -47,7 +47,7 @@ def name_for_all(name: str, common: str) -> str:
 
 def check_seed(seed: object) -> int:
     """`seed` as an int. Raises UsageError unless it is a whole number from 0 on."""
-    number = whole(seed, "seed")
+    number = whole_number(seed, "seed")
     if number < 0:
         raise UsageError(f"seed {number}: expected a whole number from 0 on")
     return number

@@ -17,7 +17,7 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.calls.arguments import check_root
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 NAME = "broadcast_parameters"
 
@@ -41,7 +41,7 @@ def broadcast_parameters(
     not; otherwise what has ended the job.
     """
     comm, adapter = communicator(comm), ArrayAdapter() if adapter is None else adapter
-    with told_to_others(comm):
+    with report_errors_to(comm):
         named = named_tensors(list(model) if hasattr(model, "__next__") else model, adapter)
         parameter_ids = {id(tensor) for _, tensor in named}
         buffers = [pair for pair in adapter.buffers(model) if id(pair[1]) not in parameter_ids]

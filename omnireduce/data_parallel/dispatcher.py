@@ -32,7 +32,7 @@ from omnireduce.data_parallel.stalls import Ready, describe_stalls, stalls
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED
-from omnireduce.runtime.rank.shared_errors import told
+from omnireduce.runtime.rank.shared_errors import mark_reported
 from omnireduce.runtime.tracing.timeline import MEMCPY_IN
 from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import tagged
@@ -299,7 +299,7 @@ class Dispatcher:
 
     def _carry_out(self, batch: Batch, *, is_due: bool, spoils: bool) -> bool:
         if batch.error:
-            self._finish(batch, [None], error=told(UsageError(batch.error)))
+            self._finish(batch, [None], error=mark_reported(UsageError(batch.error)))
             return False
         if batch.names == (JOIN,):
             self._finish(batch, [self._machine.last_joined])
@@ -321,7 +321,7 @@ class Dispatcher:
             else:
                 results = [operations[0].run(self._comm)]
         except UsageError as error:  # all ranks have one, or what comes next ends the job
-            results = [FailedTask(told(error))] * len(operations)
+            results = [FailedTask(mark_reported(error))] * len(operations)
         self._timeline.done(requests)
         self._finish(batch, results, is_due=is_due)
         return False
@@ -358,7 +358,7 @@ class Dispatcher:
         try:
             return operation.take(parts, self._comm.size)
         except Exception as error:
-            return FailedTask(told(error))
+            return FailedTask(mark_reported(error))
 
     def _buffer_for(self, requests: tuple[Request, ...]) -> Buffer:
         """The buffer of these requests; a new one if they have none yet."""

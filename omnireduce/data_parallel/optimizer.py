@@ -14,7 +14,7 @@ from omnireduce.data_parallel.global_job import communicator
 from omnireduce.data_parallel.partition import Loader
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 OWN_ATTRIBUTES = ("opt", "_adapter", "_comm", "_loader", "_named", "_names", "_parameters", "_parts", "_averaging")
 # Attributes of optimizers that all ranks must have alike
@@ -95,7 +95,7 @@ class DistributedOptimizer:
         if not gradients:
             self.average_gradients()
             return self.opt.step()
-        with told_to_others(communicator(self._comm)):
+        with report_errors_to(communicator(self._comm)):
             if len(gradients) > 1:
                 raise UsageError(f"step got {len(gradients)} arguments: expected the gradients as one, a list or dict")
         return self.opt.step(self._average_nested(gradients[0]))
@@ -103,7 +103,7 @@ class DistributedOptimizer:
     def average_gradients(self) -> None:
         """Replace the gradients of the parameters by their means over all ranks, as `step` does before it: for what
         comes between, such as clipping; the step is `opt.opt.step()` then."""
-        with told_to_others(communicator(self._comm)):
+        with report_errors_to(communicator(self._comm)):
             for name, tensor in self._named:
                 if isinstance(tensor, np.ndarray):
                     raise UsageError(f"'{name}' is an array, which has no gradient: expected step(gradients)")
@@ -116,7 +116,7 @@ class DistributedOptimizer:
 
     def _average_nested(self, gradients: Any) -> Any:
         """The averages of gradients that come in lists, tuples and dicts."""
-        with told_to_others(communicator(self._comm)):
+        with report_errors_to(communicator(self._comm)):
             tensors = list(leaves(gradients, self._parameters, self._adapter))
             if len(tensors) != len(self._named):
                 raise UsageError("an array comes twice in the parameters: expected each once for step(gradients)")
@@ -126,7 +126,7 @@ class DistributedOptimizer:
     def _average_tensors(self, tensors: Sequence[Any]) -> tuple[list[Array | None], set[int]]:
         """The average of each gradient, and the indices of those that are not in the memory of their tensor."""
         comm = communicator(self._comm)
-        with told_to_others(comm):
+        with report_errors_to(comm):
             gradients, copied = exchangeable(tensors, self._names, self._parts, self._adapter)
             if self._loader is not None and self._loader.share != 1.0:
                 scale(gradients, self._loader.share, copied)

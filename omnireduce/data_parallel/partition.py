@@ -20,7 +20,7 @@ from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 ToTensor = Callable[[Array], Any]
 
@@ -106,7 +106,7 @@ def partition_dataset(
     differ; otherwise what has ended the job.
     """
     comm = communicator(comm)
-    with told_to_others(comm):
+    with report_errors_to(comm):
         samples = count_samples(dataset)
     arguments = {"samples of the dataset": samples, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
     check_agreement(comm, [(name, str(value)) for name, value in arguments.items()], "partition_dataset")

@@ -16,7 +16,7 @@ from omnireduce.data_parallel.negotiation import MAX_NAMES
 from omnireduce.data_parallel.operations import JOIN, Operation, Reduction, ReductionTemplate, RowReduction
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import is_told, reason_of, told
+from omnireduce.runtime.rank.shared_errors import is_reported, mark_reported, reason_of
 
 RESERVED_NAMES = (JOIN, "(barrier)")
 LONGEST_NAME = NAME_CHARACTERS - 20  # there is more before it in the names of the collectives of a queue
@@ -189,8 +189,8 @@ class Queue:
         nothing.
         """
         for name in names:
-            if isinstance(name, str) and not _name_error(name) and not is_told(error, name):
-                self._dispatcher.refuse(name, reason_of(told(error, name)))
+            if isinstance(name, str) and not _name_error(name) and not is_reported(error, name):
+                self._dispatcher.refuse(name, reason_of(mark_reported(error, name)))
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""

@@ -13,7 +13,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.elastic.loop import ATTEMPTS, State, keep_training
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class ElasticState(State):
 
     def save(self) -> None:
         """Keep the state as it is now, on this rank. If that fails, the other ranks are told."""
-        with told_to_others(self._comm):
+        with report_errors_to(self._comm):
             self._copy_arrays()
 
     def restore(self) -> None:
@@ -54,7 +54,7 @@ class ElasticState(State):
         Raises AbortedError when the job failed. Raises UsageError when this rank's arrays or fingerprint differ from
         those of that rank; this rank should then leave, and the other ranks go on.
         """
-        with told_to_others(self._comm):
+        with report_errors_to(self._comm):
             own_record = np.array([(self.step, self._fingerprint)], [("step", np.int64), ("fingerprint", "S32")])
         all_ranks = self._comm.allgather(own_record, name="step and fingerprint")[:, 0]
         steps = all_ranks["step"]
@@ -62,7 +62,7 @@ class ElasticState(State):
         # one to go.
         votes = [int((all_ranks["fingerprint"] == record["fingerprint"]).sum()) for record in all_ranks]
         source = max(range(len(steps)), key=lambda rank: (steps[rank], votes[rank], -rank))
-        with told_to_others(self._comm):
+        with report_errors_to(self._comm):
             if all_ranks["fingerprint"][source] != own_record["fingerprint"][0]:
                 raise UsageError(
                     f"this worker's state is another than that of rank {source}: expected the same arrays (names, "

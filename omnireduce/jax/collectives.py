@@ -23,7 +23,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls.arguments import check_root
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 from omnireduce.support.rounding import scaled
 
 HostFunction = Callable[[Communicator, list[Array]], list[Array]]
@@ -61,7 +61,7 @@ def allreduce(tree: Any, op: Op = "sum", *, weights: Any = None) -> Any:
 
     if weights is None:
         return _map_leaves(combine, tree)
-    with told_to_others(communicator()):
+    with report_errors_to(communicator()):
         if op != "mean":
             raise UsageError(f"weights with op {op!r}: expected op='mean'")
     return _map_leaves(combine_weighted, (tree, weights))[0]
@@ -128,7 +128,7 @@ def _map_leaves(function: HostFunction, tree: Any) -> Any:
     """The tree with its leaves replaced by the arrays that `function` makes of them: the same number, shapes and
     dtypes. `function` may overwrite its arguments."""
     leaves, structure = jax.tree_util.tree_flatten(tree)
-    with told_to_others(communicator()):
+    with report_errors_to(communicator()):
         if any(_is_key(leaf) for leaf in leaves):
             raise UsageError(
                 "a leaf is a key of jax.random, which is no array of numbers; expected its jax.random.key_data, of "
@@ -138,7 +138,7 @@ def _map_leaves(function: HostFunction, tree: Any) -> Any:
         results = _call_at_run_time(function, leaves)
     else:
         jax.effects_barrier()  # callbacks of what was called before come first, on all ranks
-        with told_to_others(communicator()):
+        with report_errors_to(communicator()):
             copies = [np.array(leaf, order="C") for leaf in leaves]
         arrays = _run_on_host(function, copies)
         results = [

@@ -38,7 +38,7 @@ from omnireduce.runtime.rank.calls.arguments import check_root, find_overlap
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 NORM_EPS = 1e-6  # is added to the norm, as torch does
 
@@ -254,7 +254,7 @@ class ShardedOptimizer:
     def begin_step(self, gradients: Mapping[str, Any] | Sequence[Any]) -> Callable[[], None]:
         """Start a `step`; what it returns ends it. Gradients and parameters belong to the step until then. Several
         optimizers may have a step under way."""
-        with told_to_others(self):
+        with report_errors_to(self):
             checked = self.check_gradients(gradients)
         if self._clipping.norm is None:
             return self.begin_update(checked)
@@ -332,7 +332,7 @@ class ShardedOptimizer:
 
         An array is like the parameter; what is kept for each row has one number for a row.
         """
-        with told_to_others(self):
+        with report_errors_to(self):
             is_receiver = root is None or check_root(root, self.comm.size) == self.comm.rank
         state: dict[str, Any] = {parameter.name: {} for part in self._parts for parameter in part.parameters}
         for name, column, values in self._fetch(is_receiver=is_receiver):
@@ -383,7 +383,7 @@ class ShardedOptimizer:
 
         Raises UsageError on all ranks for a state of another rule or other parameters, before anything is sent.
         """
-        with told_to_others(self.comm):
+        with report_errors_to(self.comm):
             is_root = self.comm.rank == check_root(root, self.comm.size)
         arrays = run_agreed(
             self.comm,

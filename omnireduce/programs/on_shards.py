@@ -27,7 +27,7 @@ from omnireduce.programs.placement import RankPlacement, bound_sizes, check_name
 from omnireduce.programs.runner import agreement_terms
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 STATE = 0  # the number of the state; the communicator has no other
 
@@ -133,7 +133,7 @@ class OnShards:
         shards. Raises UsageError for values that do not fit; otherwise what the collectives raise: then shards may have
         computed a part, and nothing that they keep is of use any more.
         """
-        with told_to_others(self._group):
+        with report_errors_to(self._group):
             check_names(values, [input_node.name for input_node in self._run_inputs], f"a run of {self._pipeline.name}")
             computed: dict[Expression, Array] = {
                 input_node: input_value(input_node, values, self._placement) for input_node in self._run_inputs
@@ -181,7 +181,7 @@ class OnShards:
 
     def tensor(self, name: str) -> Array:
         """A tensor as the shards have it now: of a Sliced one this rank's part. All ranks call this."""
-        with told_to_others(self._group):
+        with report_errors_to(self._group):
             tensor = next((column for column in self._tensors if column.name == name), None)
             if tensor is None:
                 names = ", ".join(column.name for column in self._tensors)

@@ -24,7 +24,7 @@ from omnireduce.protocol.collective.operands import as_writable
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import Comparison
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +69,7 @@ def run(pipeline: Pipeline, comm: Communicator, values: Mapping[str, Any], *, co
     cannot be divided so; otherwise what the collectives raise.
     """
     resources = resources_of(comm)
-    with told_to_others(comm if pipeline.groups == 1 else WaitingRanks(resources, comm, pipeline)):
+    with report_errors_to(comm if pipeline.groups == 1 else WaitingRanks(resources, comm, pipeline)):
         size = ranks_of_a_group(comm, pipeline.groups, pipeline.least_ranks)
         ranks = Ranks(resources.group(comm, pipeline.groups), pipeline.name)
         execution, arrays = _begin_run(pipeline, comm, ranks, size, values)

@@ -24,7 +24,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.launcher_detection import own_launch
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 from omnireduce.runtime.rank.world import connect
 from omnireduce.support.config import Config
 from omnireduce.support.exit_gate import exit_gate
@@ -175,7 +175,7 @@ class Context:
         Raises UsageError for unsuitable arrays, for an `op` other than "sum", and unless the context runs; what
         `Communicator.allreduce_async` raises.
         """
-        with told_to_others(self):
+        with report_errors_to(self):
             if op != "sum":
                 raise UsageError(f"op is {op!r}, expected 'sum', as in SwitchML; omnireduce.allreduce has the others")
             job = Job(x, out)
@@ -205,7 +205,7 @@ class Context:
             if self._state is not ContextState.RUNNING:
                 raise UsageError(f"the context is {self._state.value} and takes no jobs; call start() first")
             self._count_finished_jobs()
-            with told_to_others(self):
+            with report_errors_to(self):
                 job.enter()
             self._submitted[job.x.size] += 1
             if self._queue or self._find_collision(job) is not None:

@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 from omnireduce.torch.backend.process_group import ProcessGroup
 from omnireduce.torch_backend import BACKEND
 
@@ -91,7 +91,7 @@ def block_topk_hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
     The rest is kept, and added to the gradient of the next step (error feedback). Sparse gradients are sent whole.
     """
     if not bucket.buffer().is_sparse:
-        with told_to_others(state.group):
+        with report_errors_to(state.group):
             residuals = [state._residual(parameter) for parameter in bucket.parameters()]
         gradients = bucket.gradients()
         for gradient, residual in zip(gradients, residuals, strict=True):

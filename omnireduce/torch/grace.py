@@ -16,7 +16,7 @@ from torch.futures import Future
 from omnireduce.compression.grace import Communicator, PowerSGDCompressor
 from omnireduce.compression.grace.base import class_text
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 from omnireduce.torch.gradient_hooks import ParameterNames, StepGradients
 from omnireduce.torch.tensors import gpus_of
 
@@ -64,7 +64,7 @@ def grace_hook(state: Communicator, bucket: dist.GradBucket) -> Future[Tensor]:
     gradient.
     """
     buffer = bucket.buffer()
-    with told_to_others(state.comm):
+    with report_errors_to(state.comm):
         if buffer.is_sparse:
             raise UsageError("a sparse gradient cannot be compressed: expected nn.Embedding(sparse=False)")
     name = _buckets.setdefault(state, Buckets()).name_of(bucket.parameters(), state)
@@ -109,7 +109,7 @@ class GraceGradients(StepGradients):
 
     @torch.no_grad()
     def combine(self) -> None:
-        with told_to_others(self._grace.comm):
+        with report_errors_to(self._grace.comm):
             gradients = {name: _dense(name, parameter) for name, parameter in self._parameters.items()}
         if self._number is None:
             self._number = next(_numbers.setdefault(self._grace, count()))

@@ -28,7 +28,7 @@ from omnireduce.data_parallel.session import communicator
 from omnireduce.errors import UsageError, a_type
 from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as ArrayOptimizer
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 from omnireduce.support.logs import tagged
 from omnireduce.torch.tensors import array_of, staged
 
@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         changed = [part.has_changed_gradients() for part in self._parts]
         if any(changed):
             _warn_of_changed_gradients()
-        with told_to_others(self._parts[0]):
+        with report_errors_to(self._parts[0]):
             prepared = [(part, part.prepared()) for part in self._parts]  # before anything is sent
         norm = None if self._clip_norm is None else _norm_of(prepared)
         for end in [part.begin_update(gradients, norm) for part, gradients in prepared]:

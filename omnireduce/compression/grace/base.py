@@ -21,9 +21,9 @@ from omnireduce.compression.sums import check_name
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import world
-from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.communicator import Communicator as Member  # GRACE's Communicator is another class
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 from omnireduce.support.logs import tagged
 
 NEAR_THRESHOLD = 1e-6  # a magnitude so near to the threshold, as a share of it, may be sent or not
@@ -233,7 +233,7 @@ class Communicator:
 
     @world_size.setter
     def world_size(self, number: int | None) -> None:
-        if number is not None and whole(number, "world_size") != self.comm.size:
+        if number is not None and whole_number(number, "world_size") != self.comm.size:
             raise UsageError(f"world_size {number}: the communicator has {self.comm.size} ranks")
 
     def step(self, tensor: Any, name: str) -> Any:
@@ -243,7 +243,7 @@ class Communicator:
         the memory is as before.
         """
         self.say_called()
-        with told_to_others(self.comm):
+        with report_errors_to(self.comm):
             compensated = self.memory.compensate(tensor, check_name(name))
             tensors, ctx = self.compressor.compress(compensated, name)
         try:

@@ -22,9 +22,9 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform
 from omnireduce.kernels.codecs.means import MEANS_BYTES
 from omnireduce.kernels.codecs.table import NONE, codec_named
-from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.communicator import Communicator as Member
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 
 class AllToAll(BuiltInCommunicator):
@@ -41,19 +41,19 @@ class AllToAll(BuiltInCommunicator):
     def send_receive(self, tensors: Tensors, name: str, ctx: tuple[GradientTemplate, list[Any]]) -> Any:
         template, contexts = ctx
         per_piece, rank = len(tensors) // self.world_size, self.comm.rank
-        with told_to_others(self.comm):
+        with report_errors_to(self.comm):
             columns = [
                 np.stack([tensors[per_piece * piece + i] for piece in range(self.world_size)]) for i in range(per_piece)
             ]
         received = [self.comm.alltoall(column, name=f"{name} {i}") for i, column in enumerate(columns)]
         parts = [[column[sender] for column in received] for sender in range(self.world_size)]
         compressor = self._pieces.compressor
-        with told_to_others(self.comm):
+        with report_errors_to(self.comm):
             own_piece = np.ascontiguousarray(
                 self.combined([compressor.decompress(part, contexts[rank]) for part in parts])
             )
-        whole = self.comm.allgather(own_piece, name=f"{name} sums")
-        return template.restore(whole.reshape(-1)[: template.size])
+        whole_number = self.comm.allgather(own_piece, name=f"{name} sums")
+        return template.restore(whole_number.reshape(-1)[: template.size])
 
 
 class PiecewiseCompressor(Compressor):
@@ -307,7 +307,10 @@ class QSGDCompressor(BuiltInCompressor):
 
     def __init__(self, quantum_num: int = 127, bucket_size: int = 128, seed: int = 0) -> None:
         super().__init__()
-        self.quantum_num, self.bucket_size = whole(quantum_num, "quantum_num"), whole(bucket_size, "bucket_size")
+        self.quantum_num, self.bucket_size = (
+            whole_number(quantum_num, "quantum_num"),
+            whole_number(bucket_size, "bucket_size"),
+        )
         if not 1 <= self.quantum_num <= self.LEVELS or self.bucket_size < 1:
             raise UsageError(
                 f"quantum_num {quantum_num}, bucket_size {bucket_size}: expected 1 to {self.LEVELS}, and 1 or more"

@@ -12,7 +12,7 @@ from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.selectors import Selects, check_ratio, largest, selected_count
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole_number
 
 
 class AdaqCompressor(BuiltInCompressor):
@@ -56,7 +56,7 @@ class SketchCompressor(BuiltInCompressor):
 
     def __init__(self, quantiles: int = 64) -> None:
         super().__init__()
-        self.quantiles = whole(quantiles, "quantiles")
+        self.quantiles = whole_number(quantiles, "quantiles")
         if not 2 <= self.quantiles <= self.MAX_QUANTILES:
             raise UsageError(f"quantiles {quantiles}: expected 2 to {self.MAX_QUANTILES}")
 

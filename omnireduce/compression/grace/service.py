@@ -21,7 +21,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.rank.communicator import Communicator as Member
-from omnireduce.runtime.rank.shared_errors import told_to_others
+from omnireduce.runtime.rank.shared_errors import report_errors_to
 
 
 class Aggregator(BuiltInCommunicator):
@@ -56,7 +56,7 @@ class Aggregator(BuiltInCommunicator):
         if self._service is None:
             return super().step(tensor, name)
         self.say_called()
-        with told_to_others(self.comm):
+        with report_errors_to(self.comm):
             template = GradientTemplate(tensor)
             sums = template.values.reshape(template.shape).copy()
         self._service.allreduce(self.comm, sums, name=name, op=_op(self.compressor))
@@ -69,7 +69,7 @@ class Aggregator(BuiltInCommunicator):
             self._service.forget(name_list)
 
     def send_receive(self, tensors: Tensors, name: str, ctx: Any) -> Any:
-        with told_to_others(self.comm):
+        with report_errors_to(self.comm):
             template = GradientTemplate(self.compressor.decompress(tensors, ctx))
             sums = np.empty_like(template.values)
         self.comm.allreduce(template.values, out=sums, op=_op(self.compressor), name=name)

@@ -19,7 +19,7 @@ from omnireduce.errors import RefusedError
 from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.checks import MIN_SLOT_BYTES, PAGE
 from omnireduce.protocol.joining.rank import Joined
-from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.calls.single import CallContext, Pool, WithPool
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.joining import JoinedWorker, assemble, join_beside
@@ -65,7 +65,7 @@ class RankChannels(NamedTuple):
         if isinstance(block_size, int) and block_size > self.ordinary.context.block_size:
             return self.ordinary
         if priority is not None:
-            return self.urgent if whole(priority, "priority") > 0 else self.ordinary
+            return self.urgent if whole_number(priority, "priority") > 0 else self.ordinary
         return self.urgent if isinstance(x, np.ndarray) and x.nbytes <= self.urgent_bytes else self.ordinary
 
 

@@ -28,7 +28,7 @@ from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numb
 from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.runtime.rank import engine
 from omnireduce.runtime.rank.calls import batched, packets, single
-from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.calls.batched import Table
 from omnireduce.runtime.rank.calls.block_programs import Fused, FusedRows, fused_reduction, fused_rows
 from omnireduce.runtime.rank.calls.single import Call, CallContext, Pool, Rows, check_codec_of
@@ -56,7 +56,7 @@ from omnireduce.runtime.rank.launcher_detection import Launch, check_told_apart,
 from omnireduce.runtime.rank.process_groups import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.rank.profiler import Profiler
 from omnireduce.runtime.rank.refusals import settle, tell_ranks
-from omnireduce.runtime.rank.shared_errors import names_told, reason_of, told
+from omnireduce.runtime.rank.shared_errors import mark_reported, reason_of, reported_names
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.config import Config, check_config
@@ -130,12 +130,12 @@ class Communicator:
         _parent: Communicator | None = None,
     ) -> None:
         config = check_config(config)
-        rank, size = whole(rank, "rank"), whole(size, "size")
+        rank, size = whole_number(rank, "rank"), whole_number(size, "size")
         if not 0 <= rank < size <= MAX_RANKS:
             raise UsageError(f"rank {rank} of {size}: expected 0 <= rank < size <= {MAX_RANKS}")
         self.config = config
-        self.local_rank = None if local_rank is None else whole(local_rank, "local_rank")
-        self.local_size = None if local_size is None else whole(local_size, "local_size")
+        self.local_rank = None if local_rank is None else whole_number(local_rank, "local_rank")
+        self.local_size = None if local_size is None else whole_number(local_size, "local_size")
         name = job or job_name(config, None)
         if not re.match(JOB_PATTERN, name):
             raise UsageError(f"job {name!r}: expected {JOB_ALLOWED}")
@@ -206,8 +206,8 @@ class Communicator:
         then be called again. Collectives under way in other threads raise. Raises UsageError in a signal handler that
         interrupts a collective; ClosedError when a signal handler or another thread calls `shutdown` meanwhile.
         """
-        min_ranks = self.config.elastic.min_ranks if min_ranks is None else whole(min_ranks, "min_ranks")
-        max_ranks = max(self._max_ranks, min_ranks) if max_ranks is None else whole(max_ranks, "max_ranks")
+        min_ranks = self.config.elastic.min_ranks if min_ranks is None else whole_number(min_ranks, "min_ranks")
+        max_ranks = max(self._max_ranks, min_ranks) if max_ranks is None else whole_number(max_ranks, "max_ranks")
         if not 1 <= min_ranks <= max_ranks <= MAX_RANKS:
             raise UsageError(
                 f"from {min_ranks} to {max_ranks} workers: expected 1 <= min_ranks <= max_ranks <= {MAX_RANKS}"
@@ -241,15 +241,15 @@ class Communicator:
         """
         config, size, job = None, None, job_of_group(self._job, name, self.generation)
         try:
-            ranks = range(self.size) if ranks is None else [whole(rank, "rank") for rank in ranks]
+            ranks = range(self.size) if ranks is None else [whole_number(rank, "rank") for rank in ranks]
             check_group(ranks, self.rank, self.size, name, [group._name_in_parent for group in self._groups])
             size = len(ranks)
-            config = config_of_group(self.config, self._hello.launch, whole(state_bytes, "state_bytes"))
+            config = config_of_group(self.config, self._hello.launch, whole_number(state_bytes, "state_bytes"))
             group = Communicator(config, rank=ranks.index(self.rank), size=size, job=job, _parent=self)
         except Exception as error:
             if config is None:
                 self.refuse_group(error, name=name, size=size)
-            told(error, job)
+            mark_reported(error, job)
             raise
         group._name_in_parent, group._on_shutdown = name, self._groups.discard
         self._groups.add(group)
@@ -268,9 +268,9 @@ class Communicator:
         Raises nothing.
         """
         job = job_of_group(self._job, name, self.generation)
-        if self.size > 1 and not self._engine.is_closed and job not in names_told(error):
+        if self.size > 1 and not self._engine.is_closed and job not in reported_names(error):
             hello = replace(self._hello, job=job, rank=self.rank, world_size=size or self.size, parent_rank=self.rank)
-            refuse_to_come(self.config, hello, reason_of(told(error, job)), self._own_secret)
+            refuse_to_come(self.config, hello, reason_of(mark_reported(error, job)), self._own_secret)
 
     def take_over(self) -> None:
         """Make this thread the one that may start collectives without a name.

@@ -15,7 +15,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls import single
 from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.runtime.rank.shared_errors import reason_of, told
+from omnireduce.runtime.rank.shared_errors import mark_reported, reason_of
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -48,10 +48,10 @@ def run_agreed_by(attempt: Callable[[], T], exchange: Callable[[T | None, str], 
         errors.append(error)
     reasons = exchange(results[0] if results else None, reason_of(errors[0]) if errors else "")
     if errors:
-        raise told(errors[0])
+        raise mark_reported(errors[0])
     for rank, reason in enumerate(reasons):
         if reason:
-            raise told(UsageError(f"rank {rank}: {reason}"))
+            raise mark_reported(UsageError(f"rank {rank}: {reason}"))
     return results[0]
 
 
@@ -79,7 +79,7 @@ class Comparison:
         for rank, other_values in enumerate(others, 1):
             for first_value, other_value in zip_longest(first, other_values):
                 if first_value != other_value:
-                    raise told(UsageError(_difference_text(first_value, other_value, rank)))
+                    raise mark_reported(UsageError(_difference_text(first_value, other_value, rank)))
 
 
 def check_agreement(comm: Agreeing, local_values: Sequence[tuple[str, str]], name: str) -> None:

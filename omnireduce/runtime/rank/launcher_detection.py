@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omnireduce.errors import ConfigError, UsageError
-from omnireduce.runtime.rank.calls.arguments import whole
+from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.support.addresses import is_loopback, is_wildcard
 from omnireduce.support.config import Config
 from omnireduce.support.launchers import (
@@ -75,7 +75,7 @@ def detect_launch(
         if rank is None or size is None:
             present, missing = (f"rank {rank}", "size") if size is None else (f"size {size}", "rank")
             raise UsageError(f"got {present} and no {missing}, expected both or neither")
-        rank, size = whole(rank, "rank"), whole(size, "size")
+        rank, size = whole_number(rank, "rank"), whole_number(size, "size")
         if not 0 <= rank < size:
             raise UsageError(f"got rank {rank} and size {size}, expected 0 <= rank < size")
         launcher = _innermost(environ)

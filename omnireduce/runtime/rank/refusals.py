@@ -26,7 +26,7 @@ from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.channels import RankChannels
 from omnireduce.runtime.rank.engine import Engine
-from omnireduce.runtime.rank.shared_errors import is_told, reason_of, told
+from omnireduce.runtime.rank.shared_errors import is_reported, mark_reported, reason_of
 from omnireduce.support.exit_gate import exit_gate
 
 SETTLE_S = 2.0  # the longest wait of a rank that leaves for the others to hear its refusal
@@ -44,16 +44,16 @@ def refusal_call(context: CallContext, reason: str) -> Call[None]:
 def tell_ranks(member: RankChannels, error: Exception) -> None:
     """Tell the other ranks that this rank refuses the next collective because of `error`. Does nothing if they know of
     the error, or if the job is over."""
-    if is_told(error):
+    if is_reported(error):
         return
-    told(error)
+    mark_reported(error)
     ordinary, urgent = member.ordinary, member.urgent
     if ordinary.context.size == 1:
         return
-    reason, instead = reason_of(error), error.__dict__.pop("instead", None)
+    reason, replacement = reason_of(error), error.__dict__.pop("replacement", None)
     with suppress(OmniReduceError):
-        if instead is not None:
-            _start(ordinary.engine, instead(reason), reason)
+        if replacement is not None:
+            _start(ordinary.engine, replacement(reason), reason)
             return
     _start(ordinary.engine, refusal_call(ordinary.context, reason), reason)
     if urgent.engine is not ordinary.engine:  # the others may call it in the urgent channel

@@ -19,7 +19,7 @@ class Refusing(Protocol):
 
 
 @contextmanager
-def told_to_others(others: Refusing) -> Iterator[None]:
+def report_errors_to(others: Refusing) -> Iterator[None]:
     """A context that tells the other ranks of an error, because they are about to begin the same call."""
     try:
         yield
@@ -28,26 +28,26 @@ def told_to_others(others: Refusing) -> Iterator[None]:
         raise
 
 
-def told(error: E, name: str = "") -> E:
+def mark_reported(error: E, name: str = "") -> E:
     """Note on the error that the other ranks know of it; return it. `name`: only ranks that wait for this name do."""
-    error.__dict__.setdefault("told", set()).add(name)
+    error.__dict__.setdefault("reported", set()).add(name)
     return error
 
 
-def names_told(error: Exception) -> set[str]:
-    """The names given to `told`."""
-    return set(error.__dict__.get("told", ()))
+def reported_names(error: Exception) -> set[str]:
+    """The names given to `mark_reported`."""
+    return set(error.__dict__.get("reported", ()))
 
 
-def is_told(error: Exception, name: str = "") -> bool:
+def is_reported(error: Exception, name: str = "") -> bool:
     """Whether the other ranks know of the error; with a `name`, the ranks that wait for this name."""
-    return not {"", name}.isdisjoint(names_told(error))
+    return not {"", name}.isdisjoint(reported_names(error))
 
 
-def take_part_instead(error: Exception, make: Callable[[str], Any]) -> None:
+def set_replacement(error: Exception, make: Callable[[str], Any]) -> None:
     """Note on `error`, which refuses a call, that the call can carry the refusal: `make` makes this call from the
     reason."""
-    error.__dict__["instead"] = make
+    error.__dict__["replacement"] = make
 
 
 def reason_of(error: Exception) -> str:

@@ -22,7 +22,7 @@ from omnireduce.protocol.collective.operands import as_writable
 MAX_SHOWN_BITS = 1024  # the longest integer that an error shows
 
 
-def whole(value: object, name: str) -> int:
+def whole_number(value: object, name: str) -> int:
     """An integer of any type as an int. Raises UsageError for anything else. A bool is most likely a mistake, so it is
     refused, too."""
     try:
@@ -131,7 +131,7 @@ def check_op(op: object) -> Op:
 
 def check_root(root: object, size: int, name: str = "root") -> int:
     """The argument `name`, a rank, as an int. Raises UsageError unless the job has this rank."""
-    number = whole(root, name)
+    number = whole_number(root, name)
     if not 0 <= number < size:
         raise UsageError(f"{name} {number}: expected 0 to {size - 1}")
     return number
@@ -145,7 +145,7 @@ def check_rows(indices: Array, values: Array, n_rows: object) -> int:
         raise UsageError(f"expected {expected}, got {indices.shape} and {values.shape}")
     if not np.issubdtype(indices.dtype, np.integer):
         raise UsageError(f"expected integer indices, got {indices.dtype}")
-    rows, length = whole(n_rows, "n_rows"), values.shape[1]
+    rows, length = whole_number(n_rows, "n_rows"), values.shape[1]
     largest = min(MAX_BLOCKS, -(-MAX_ELEMENTS // length)) - 1
     if not 0 <= rows <= largest:
         raise UsageError(f"n_rows {rows}: expected 0 to {largest} for rows of {length} elements")

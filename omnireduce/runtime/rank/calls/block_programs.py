@@ -19,7 +19,7 @@ from omnireduce.runtime.rank.calls.arguments import (
     check_rows,
     combine_duplicates,
     flat_view,
-    whole,
+    whole_number,
 )
 from omnireduce.runtime.rank.calls.single import Call, CallContext, once
 
@@ -56,7 +56,7 @@ def fused_reduction(
         raise UsageError("out overlaps x; a program needs two arrays")
     descriptor = describe(
         "allreduce", check_name(name, context.owner), FLOAT.name, out.shape, check_op(op),
-        context.block_size if block_size is None else whole(block_size, "block_size"), program=program,
+        context.block_size if block_size is None else whole_number(block_size, "block_size"), program=program,
     )  # fmt: skip
     totals, layout = Totals(program.totals), context.layout(descriptor)
     results = 0 if not program.returns else layout.blocks if program.every_block else None

@@ -20,7 +20,7 @@ from omnireduce.runtime.rank.calls.arguments import (
 )
 from omnireduce.runtime.rank.calls.objects import from_bytes, to_bytes
 from omnireduce.runtime.rank.calls.single import Call, CallContext, once
-from omnireduce.runtime.rank.shared_errors import take_part_instead, told
+from omnireduce.runtime.rank.shared_errors import mark_reported, set_replacement
 
 S = TypeVar("S", bound=np.generic)
 NOTHING = np.empty((0, PACKET_BYTES), np.uint8)
@@ -91,7 +91,7 @@ def _packets(
     try:
         return make_packets(_rows_of(make_part(), context.part_bytes))
     except Exception as error:
-        take_part_instead(error, lambda reason: Call(descriptor, make_packets(packed_refusal(reason)), lambda: None))
+        set_replacement(error, lambda reason: Call(descriptor, make_packets(packed_refusal(reason)), lambda: None))
         raise
 
 
@@ -109,7 +109,7 @@ def _rows_of(part: Array | None, max_bytes: int) -> Array:
 def _parts(packets: Packets) -> list[Array]:
     """The parts of all ranks. Raises UsageError if a rank has refused its part."""
     for rank, reason in packets.refused.items():
-        raise told(UsageError(f"rank {rank} refused its part: {reason}"))
+        raise mark_reported(UsageError(f"rank {rank} refused its part: {reason}"))
     return packets.parts
 
 

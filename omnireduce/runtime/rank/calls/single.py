@@ -30,7 +30,7 @@ from omnireduce.runtime.rank.calls.arguments import (
     check_rows,
     combine_duplicates,
     flat_view,
-    whole,
+    whole_number,
 )
 from omnireduce.support.config.schema import Protocol as ProtocolConfig
 
@@ -146,7 +146,7 @@ def reduction(
 ) -> Call[NDArray[S]]:
     """A call that combines all elements of `x`, in place or in `out`."""
     element = element_type(check_array(x, "x").dtype)
-    block_size = context.block_size if block_size is None else whole(block_size, "block_size")
+    block_size = context.block_size if block_size is None else whole_number(block_size, "block_size")
     name, op = check_name(name, context.owner), check_op(op)
     codec, seed = _codec_of(context, kind, element, op, codec, block_size)
     if codec and context.warn_unused_codec is not None:
