@@ -8,7 +8,6 @@ exception".
 from __future__ import annotations
 
 import sys
-import textwrap
 
 import pytest
 from local_cluster import WAIT_S, Daemon, Process, unique_job
@@ -48,98 +47,75 @@ class Slow:
 def slow_array():
     return torch.from_numpy(np.asarray(Slow())).numpy()
 
-def start_group():
-    dist.init_process_group("omnireduce", store=dist.HashStore(), rank=0, world_size=1)
-"""
-
-CALLBACK = """
-start_group()
-dist.all_reduce(torch.ones(4), async_op=True).get_future().add_done_callback(last_until_awaited)
-begun.wait()
-"""
-
-MOVEMENT = """
-start_group()
-work = dist.all_gather([torch.zeros(4)], torch.ones(4), async_op=True)
-work.get_future().add_done_callback(last_until_awaited)
-begun.wait()
-"""
-
-DESTROYED = """
-dist.destroy_process_group()
+def on_both(function):
+    "What the function returns for ranks 0 and 1, which call it at the same time."
+    results = {}
+    other = threading.Thread(target=lambda: results.update({1: function(1)}))
+    other.start()
+    results[0] = function(0)
+    other.join()
+    return results[0], results[1]
 """
 
 TWO_GROUPS = """
 from datetime import timedelta
 from omnireduce.torch.backend.process_group import ProcessGroup
 
-store, groups = dist.HashStore(), {}
+store = dist.HashStore()
+ours, theirs = on_both(lambda rank: ProcessGroup(store, rank, 2, timedelta(minutes=1)))
 
-def start(rank):
-    groups[rank] = ProcessGroup(store, rank, 2, timedelta(minutes=1))
+def allreduce(group):
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    return group.allreduce([torch.ones(4)], options)
 
-other = threading.Thread(target=start, args=(1,))
-other.start()
-start(0)
-other.join()
+def allgather(group):
+    return group.allgather([[torch.zeros(4), torch.zeros(4)]], [torch.ones(4)])
+"""
+
+# The other rank comes when there is a callback: a callback of a complete future would run in the main thread.
+CALLBACK = (
+    TWO_GROUPS
+    + """
+allreduce(ours).get_future().add_done_callback(last_until_awaited)
+their_work = allreduce(theirs)
+begun.wait()
+"""
+)
+
+MOVEMENT = (
+    TWO_GROUPS
+    + """
+allgather(ours).get_future().add_done_callback(last_until_awaited)
+their_work = allgather(theirs)
+begun.wait()
+"""
+)
+
+DESTROYED = """
+ours.shutdown()
+theirs.shutdown()
 """
 
 # The other rank submits nothing, so the collective fails at the end. Its callback begins then.
 UNDER_WAY = (
     TWO_GROUPS
     + """
-options = dist.AllreduceOptions()
-options.asyncOp = True
-groups[0].allreduce([torch.ones(4)], options).get_future().add_done_callback(last_until_awaited)
-"""
-)
-
-# Rank 1 agrees to the collective, but begins it only while the interpreter ends.
-GLOO = (
-    TWO_GROUPS
-    + """
-import os
-ours, theirs = groups[0], groups[1]
-
-class Late:
-    def __init__(self, gloo):
-        self._gloo, self.rank, self.size = gloo, gloo.rank, gloo.size
-    def allgather(self, *words):
-        self.begin = lambda gloo=self._gloo: gloo.allgather(*words)
-        raise RuntimeError("begins later")
-
-class AtTheEnd:
-    def __init__(self, *calls):
-        self._calls, self._write = calls, os.write
-    def __del__(self):
-        begin, wait = self._calls
-        begin().wait()
-        wait()
-        self._write(1, b"over\\n")
-
-def tensors():
-    return [[torch.zeros(4), torch.zeros(4)]], [torch.ones(4)]
-
-theirs._gloo = late = Late(theirs._gloo)
-works = [group.allgather(*tensors()) for group in (ours, theirs)]
-own = works[0]._await_start(timedelta(0))
-try:
-    works[1].wait()
-except RuntimeError:
-    threading.at_the_end = AtTheEnd(late.begin, own.wait)  # modules are taken apart when threads cannot run any more
+allreduce(ours).get_future().add_done_callback(last_until_awaited)
 """
 )
 
 QUEUE = """
-queue = omni.Queue(omni.connect(rank=0, size=1, job=job))
-queue.allreduce_async(slow_array(), name="x")
+queues = on_both(lambda rank: omni.Queue(omni.connect(rank=rank, size=2, job=job)))
+queues[0].allreduce_async(slow_array(), name="x")
+queues[1].allreduce_async(np.ones(4, np.float32), name="x")
 begun.wait()
 """
 
 
 def process(script: str, daemon: Daemon) -> Process:
     environ = {"OMNIREDUCE_CLUSTER_AGGREGATORS": ",".join(daemon.addresses)}
-    words = (sys.executable, "-c", START + textwrap.dedent(script), unique_job())
+    words = (sys.executable, "-c", START + script, unique_job())
     return Process(*words, environ=environ, preloaded=TORCH)
 
 
@@ -155,25 +131,17 @@ def test_the_end_waits_for_a_thread_in_torch(script: str, daemon: Daemon) -> Non
 
 def test_the_end_does_not_wait_for_ever(daemon: Daemon) -> None:
     """For a function of the user that never returns."""
-    script = f"""
-    from omnireduce.support import exit_gate
+    script = CALLBACK.replace("last_until_awaited", "wait_for_ever")
+    start = f"""
+from omnireduce.support import exit_gate
 
-    assert exit_gate.LONGEST_WAIT_S == {exit_gate.LONGEST_WAIT_S}
-    exit_gate.LONGEST_WAIT_S = 0.1
-    start_group()
+assert exit_gate.LONGEST_WAIT_S == {exit_gate.LONGEST_WAIT_S}
+exit_gate.LONGEST_WAIT_S = 0.1
 
-    def wait_for_ever(_):
-        begun.set()
-        threading.Event().wait()
-
-    dist.all_reduce(torch.ones(4), async_op=True).get_future().add_done_callback(wait_for_ever)
-    begun.wait()
-    """
-    with process(script, daemon) as ended:
+def wait_for_ever(_):
+    begun.set()
+    threading.Event().wait()
+"""
+    with process(start + script, daemon) as ended:
         assert (ended.rest(WAIT_S), ended.wait()) == ("", 0), ended.log
         assert "a callback of a future, still runs 0.1 s after the program" in ended.log
-
-
-def test_no_thread_of_gloo_needs_the_interpreter_when_it_ends(daemon: Daemon) -> None:
-    with process(GLOO, daemon) as ended:
-        assert (ended.rest(WAIT_S), ended.wait()) == ("over\n", 0), ended.log
