@@ -21,7 +21,7 @@ from typing import Protocol
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.launch.connection import CHUNK, STDERR, STDOUT, Connection, Signal
 from omnireduce.launch.hosts import Host, Slot, parse_lines, place_ranks
-from omnireduce.launch.job import InterruptedLaunchError, Job
+from omnireduce.launch.job import InterruptedLaunchError, LaunchedJob
 from omnireduce.launch.launch import LOCALHOST, connect
 from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput
@@ -163,7 +163,7 @@ class HostRecord:
     paused_until: float = 0.0
 
 
-class ElasticJob(Job):
+class ElasticJob(LaunchedJob):
     """A job of `size` ranks. Ranks that fail are started again."""
 
     def __init__(self, request: LaunchRequest, output: PrefixedOutput, sinks: Sequence[DescriptorSink]) -> None:

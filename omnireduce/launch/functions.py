@@ -21,7 +21,7 @@ from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageE
 from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.command import run as command
 from omnireduce.launch.connection import STDERR, STDOUT
-from omnireduce.launch.job import Job
+from omnireduce.launch.job import LaunchedJob
 from omnireduce.launch.launch import STARTED_BY_US, connect, make_prefixed_output, names_of_hosts, start_ranks
 from omnireduce.launch.output import TextSink
 from omnireduce.launch.plan import LaunchRequest
@@ -131,7 +131,7 @@ def run(
     output = make_prefixed_output(request, {STDOUT: TextSink(out.write), STDERR: TextSink(err.write)})
     with ExitStack() as stack:
         connections = connect(names_of_hosts(request), request, stack)
-        job = stack.enter_context(Job(connections, output, grace_s=request.grace_s))
+        job = stack.enter_context(LaunchedJob(connections, output, grace_s=request.grace_s))
         start_ranks(job, request)
         job.run()
         job.complain()
@@ -151,7 +151,7 @@ def pack_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return pickle.dumps((search_path(), call))
 
 
-def results_of(job: Job) -> list[Any]:
+def results_of(job: LaunchedJob) -> list[Any]:
     """The results of all ranks, in their order. Raises RankFailedError for the rank to blame: a rank whose exception is
     not about another rank."""
     ranks = sorted((rank for rank in job.ranks.values() if rank.number >= 0), key=lambda rank: rank.number)

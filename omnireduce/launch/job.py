@@ -50,7 +50,7 @@ class InterruptedLaunchError(Exception):
     """A signal came before the ranks ran."""
 
 
-class Job(Loop):
+class LaunchedJob(Loop):
     """A job on some hosts. Use it as a context manager: at the end no process of it is left.
 
     `output` gets the output of ranks; `descriptors` are its sinks that may be full. `grace_s`: the time that ranks have

@@ -14,7 +14,7 @@ import msgspec
 from omnireduce.errors import ConfigError
 from omnireduce.launch.connection import STDERR, STDOUT, Connection, needs_ssh, supervisor_command
 from omnireduce.launch.hosts import Host, place_ranks
-from omnireduce.launch.job import Job
+from omnireduce.launch.job import LaunchedJob
 from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput, Sink, UnchangedOutput
 from omnireduce.launch.plan import LaunchRequest, Plan, check_command
@@ -41,7 +41,7 @@ def connect(names: Sequence[str], request: LaunchRequest, stack: ExitStack) -> l
     return connections
 
 
-def start_ranks(job: Job, request: LaunchRequest) -> None:
+def start_ranks(job: LaunchedJob, request: LaunchRequest) -> None:
     """Start the aggregators of the job and all ranks. Raises OmniReduceError; InterruptedLaunchError."""
     hosts = request.hosts or [Host(LOCALHOST, request.ranks)]
     slots = place_ranks(hosts, request.ranks)
@@ -70,7 +70,7 @@ def make_prefixed_output(request: LaunchRequest, sinks: dict[int, Sink]) -> Pref
     return PrefixedOutput(sinks, timestamps=request.timestamps, folder=request.output_folder, ranks=request.ranks)
 
 
-def launch(request: LaunchRequest, begin: Callable[[Job, LaunchRequest], None] = start_ranks) -> int:
+def launch(request: LaunchRequest, begin: Callable[[LaunchedJob, LaunchRequest], None] = start_ranks) -> int:
     """Run a command as all ranks, and return the exit status: 0, the status of the first rank that failed, or 128 + the
     signal that ended it or this process. Output goes to the output of this process. Raises OmniReduceError."""
     names = names_of_hosts(request) if request.launcher in STARTED_BY_US else [LOCALHOST]
@@ -83,7 +83,9 @@ def launch(request: LaunchRequest, begin: Callable[[Job, LaunchRequest], None] =
     )
     with ExitStack() as stack:
         connections = connect(names, request, stack)
-        job = stack.enter_context(Job(connections, output, grace_s=request.grace_s, descriptors=list(sinks.values())))
+        job = stack.enter_context(
+            LaunchedJob(connections, output, grace_s=request.grace_s, descriptors=list(sinks.values()))
+        )
         if not request.given:
             watch_input(job)
         return job.carry_out(lambda: begin(job, request))
@@ -106,9 +108,9 @@ def launch_for_result(program: str, np: int, config: Config, stdin_object: objec
     Raises ConfigError if there are too many ranks for this host to measure anything.
     """
     _check_processors(np)
-    jobs = list[Job]()
+    jobs = list[LaunchedJob]()
 
-    def begin(job: Job, request: LaunchRequest) -> None:
+    def begin(job: LaunchedJob, request: LaunchRequest) -> None:
         jobs.append(job)
         start_ranks(job, request)
 

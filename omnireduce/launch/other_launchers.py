@@ -17,7 +17,7 @@ from contextlib import suppress
 from omnireduce.errors import ConfigError
 from omnireduce.launch.connection import CHUNK
 from omnireduce.launch.hosts import Host, is_this_host, names_in
-from omnireduce.launch.job import Job
+from omnireduce.launch.job import LaunchedJob
 from omnireduce.launch.plan import LaunchRequest, Plan
 from omnireduce.support.addresses import loopback
 from omnireduce.support.config.schema import SECRET_VARIABLE
@@ -36,7 +36,7 @@ def wrap_command(words: Sequence[str]) -> list[str]:
     return [sys.executable, "-P", "-c", SET_RANK_PROGRAM, TREE, *words]
 
 
-def launcher_command(request: LaunchRequest, environ: Mapping[str, str], job: Job) -> list[str]:
+def launcher_command(request: LaunchRequest, environ: Mapping[str, str], job: LaunchedJob) -> list[str]:
     """The command line of the other launcher. Raises ConfigError if it is missing, or cannot do what is asked;
     InterruptedLaunchError."""
     if shutil.which(request.launcher, path=environ.get("PATH")) is None:
@@ -92,7 +92,7 @@ def _torchrun(request: LaunchRequest) -> list[str]:
     ]
 
 
-def _is_open_mpi(environ: Mapping[str, str], job: Job) -> bool:
+def _is_open_mpi(environ: Mapping[str, str], job: LaunchedJob) -> bool:
     with tempfile.TemporaryFile() as output:
         try:
             process = subprocess.Popen(
@@ -132,7 +132,7 @@ def hosts_of_ranks(request: LaunchRequest, environ: Mapping[str, str]) -> list[s
     return ["localhost", *(name for name in others if not is_this_host(name))]
 
 
-def start_other(job: Job, request: LaunchRequest) -> None:
+def start_other(job: LaunchedJob, request: LaunchRequest) -> None:
     """Start the aggregators of the job and the other launcher. Raises OmniReduceError; InterruptedLaunchError."""
     if request.output_folder is not None:
         raise ConfigError(f"--output-filename with --launcher {request.launcher}: use its own option, by --mpi-args")

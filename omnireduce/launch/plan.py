@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from omnireduce.errors import ConfigError
 from omnireduce.launch.connection import AGGREGATOR, Connection, Start
 from omnireduce.launch.hosts import Host, Slot, is_this_host
-from omnireduce.launch.job import Job
+from omnireduce.launch.job import LaunchedJob
 from omnireduce.launch.rank_variables import (
     environ_as_bytes,
     environ_of_other_host,
@@ -186,9 +186,9 @@ class Plan:
         # the variables that give ranks the job's own aggregators
         self.aggregator_variables = {"OMNIREDUCE_CLUSTER_AGGREGATORS": "[]"} if request.aggregators == EMBEDDED else {}
 
-    def serve(self, job: Job, connection: Connection) -> None:
+    def serve(self, job: LaunchedJob, connection: Connection) -> None:
         """Start this job's own aggregators, if it has any, and wait until they are ready. All hosts must have greeted.
-        Raises ConfigError, and the errors of `Job.await_aggregator`."""
+        Raises ConfigError, and the errors of `LaunchedJob.await_aggregator`."""
         self.address = self.address or address_of_first_host(
             self._names, may_grow=self._may_grow, interface=self.request.interface, connections=job.connections,
             by_name=bool(self.request.config.security.tls_ca),

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError, in_a_line
 from omnireduce.launch.connection import STDERR, STDOUT, Connection, supervisor_command
 from omnireduce.launch.hosts import place_ranks_on
-from omnireduce.launch.job import READY_S, Job
+from omnireduce.launch.job import READY_S, LaunchedJob
 from omnireduce.launch.output import PrefixedOutput, TextSink
 from omnireduce.launch.plan import LaunchRequest, Plan
 from omnireduce.launch.rank_variables import new_job_name, variables_of_rank
@@ -70,7 +70,7 @@ class _Service:
         """The variables by which ranks find them, their secret included."""
         command = supervisor_command("localhost", "ssh", GRACE_S, is_remote=False)
         output = PrefixedOutput({STDOUT: TextSink(sys.stdout.write), STDERR: TextSink(sys.stderr.write)})
-        self._job = Job([Connection("localhost", command, is_remote=False)], output, grace_s=GRACE_S)
+        self._job = LaunchedJob([Connection("localhost", command, is_remote=False)], output, grace_s=GRACE_S)
         self._job.greet(START_S)
         request = LaunchRequest(words=[], ranks=1, config=load_config(), aggregators=str(shards))
         plan = Plan(request, ["localhost"], may_grow=is_wide)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from certificates import LARGE_KEY, SMALL_KEY, certificates
-from faults.crew import Member
+from faults.crew import WorkerProcess
 from faults.site import held
 from faults.worker import FINISH
 from local_cluster import WAIT_S, Daemon, configured, eventually
@@ -53,7 +53,7 @@ class Options:
     nice: int = NICEST  # priority of the attacker
 
 
-class Attacker(Member):
+class Attacker(WorkerProcess):
     """The process that attacks a target."""
 
     def __init__(self, kind: str, target: Target, options: Options) -> None:
@@ -121,13 +121,13 @@ class Testbed:
             with Attacker(self._kind.name, target, self._options) as decoy:
                 yield decoy
 
-    def _join(self, overrides: tuple[str, ...], stack: contextlib.ExitStack) -> list[Member]:
+    def _join(self, overrides: tuple[str, ...], stack: contextlib.ExitStack) -> list[WorkerProcess]:
         elastic = ("elastic.enabled=true", "elastic.last_call_s=1") if self._kind.elastic else ()
         members = []
         for rank, transport in enumerate(TRANSPORTS):
             settings = (*over(transport), *overrides, *elastic)
             arguments = (self.daemon.addresses[0], self._insider.job, rank, len(TRANSPORTS), settings)
-            members.append(stack.enter_context(Member(*arguments, target=honest.serve)))
+            members.append(stack.enter_context(WorkerProcess(*arguments, target=honest.serve)))
         for member in members:
             joined = member.hear("joined", "error")
             assert joined.event == "joined", joined
@@ -165,7 +165,7 @@ class Testbed:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def _heard(self, member: Member, expected: str) -> honest.Samples:
+    def _heard(self, member: WorkerProcess, expected: str) -> honest.Samples:
         report = member.hear(expected, "error", "wrong", "left", within_s=2 * WAIT_S)
         if report.event != expected:
             raise JobError(f"the honest job: {report.event}: {report.text}")

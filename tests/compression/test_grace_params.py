@@ -98,13 +98,13 @@ def test_classes_of_the_users_own_by_name(daemon: Daemon, tmp_path: Path, monkey
 from omnireduce.compression.grace import Allgather, ResidualMemory, TopKCompressor
 class Mine(TopKCompressor): ...
 class Kept(ResidualMemory): ...
-class Way(Allgather): ...
+class MyCommunicator(Allgather): ...
 """
     (tmp_path / "grace_of_mine.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
 
     def run(comm: Communicator) -> list[str]:
-        names = {"compressor": "Mine", "memory": "Kept", "communicator": "Way"}
+        names = {"compressor": "Mine", "memory": "Kept", "communicator": "MyCommunicator"}
         params = {key: f"grace_of_mine:{name}" for key, name in names.items()}
         made: Any = grace_from_params({**params, "compress_ratio": 0.5, "beta": 0.5}, comm=comm)
         assert (made.compressor.compress_ratio, made.memory.wrapped.beta) == (0.5, 0.5)
@@ -114,7 +114,7 @@ class Way(Allgather): ...
             grace_from_params({"compressor": "nowhere:X"}, comm=comm)
         return [type(each).__name__ for each in (made.compressor, made.memory, made)]
 
-    assert run_job(configured(daemon.addresses), 1, run) == [["Mine", "Kept", "Way"]]
+    assert run_job(configured(daemon.addresses), 1, run) == [["Mine", "Kept", "MyCommunicator"]]
 
 
 def test_it_takes_the_communicator_of_the_program(daemon: Daemon) -> None:

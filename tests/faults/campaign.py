@@ -19,7 +19,7 @@ MOST_DEATHS = 5  # deaths of shards of one daemon: one more within a minute woul
 LOG_LINES = 12  # last lines of the daemon's log, shown with a failure
 
 
-class _Place:
+class _Site:
     """The site of the next round. A site that has failed, or seen too many deaths, is replaced by a new one."""
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class Campaign:
     def run(self, seeds: Iterable[int]) -> None:
         """Play these rounds. Those that kill shards have daemons of their own, so that one lasts for all others."""
         started = time.monotonic()
-        with _Place() as lasting, _Place() as mortal:
+        with _Site() as lasting, _Site() as mortal:
             for seed in seeds:
                 plan = draw_plan(seed)
                 self._play(plan, mortal if plan.fault == "kill shard" else lasting)
         self._sum_up(time.monotonic() - started, lasting, mortal)
 
-    def _play(self, plan: Plan, current: _Place) -> None:
+    def _play(self, plan: Plan, current: _Site) -> None:
         try:
             outcome = current.play(plan)
         except AssertionError as error:
@@ -86,7 +86,7 @@ class Campaign:
         reactions = ", ".join(map(str, outcome.reactions)) or "nobody minds"
         self.say(f"{plan.seed} {plan}: {reactions}")
 
-    def _sum_up(self, seconds: float, *places: _Place) -> None:
+    def _sum_up(self, seconds: float, *places: _Site) -> None:
         for kind, count in sorted(self.counts.items()):
             slowest = self.slowest.get(kind)
             reaction = f"; slowest: {slowest} of {1000 * slowest.bound_s:.0f}" if slowest else ""

@@ -35,7 +35,7 @@ def _nursery() -> ForkServerContext:
     return context
 
 
-class Member:
+class WorkerProcess:
     """One worker process that serves orders by a pipe. It is killed at the end of the `with` block."""
 
     def __init__(self, *arguments: Any, target: Callable[..., None] = worker.serve) -> None:
@@ -45,7 +45,7 @@ class Member:
         self._process.start()
         theirs.close()
 
-    def __enter__(self) -> Member:
+    def __enter__(self) -> WorkerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,14 +106,14 @@ class Member:
         self.pipe.close()
 
 
-def silent_until(members: Sequence[Member], moment: float) -> None:
+def silent_until(members: Sequence[WorkerProcess], moment: float) -> None:
     """Wait for a moment; a member that reports before then has failed by itself."""
     ready = connection.wait([member.pipe for member in members], max(0.0, moment - time.monotonic()))
     for member in members:
         assert member.pipe not in ready, f"before any fault process {member.pid} says {member.pipe.recv()}"
 
 
-def complete(members: Sequence[Member], orders: Iterable[Order]) -> None:
+def complete(members: Sequence[WorkerProcess], orders: Iterable[Order]) -> None:
     """Run a job of a few rounds from its begin to its end: all ranks join, their sums are right, all leave."""
     for member, order in zip(members, orders, strict=True):
         member.tell(order)

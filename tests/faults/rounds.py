@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cluster_checks import DEATH_S
 from transports import over
 
-from .crew import Member, complete, silent_until
+from .crew import WorkerProcess, complete, silent_until
 from .plan import JOIN_S, SHARDS, Plan
 from .site import Held, Site
 from .worker import Order, Report
@@ -48,18 +48,18 @@ class Outcome:
 def play(plan: Plan, site: Site) -> Outcome:
     """Run one round. Raises AssertionError, which says what went wrong."""
     with ExitStack() as stack:
-        members = [stack.enter_context(Member()) for _ in range(plan.ranks)]
+        members = [stack.enter_context(WorkerProcess()) for _ in range(plan.ranks)]
         reactions = _Round(plan, site, members, stack).play()
         site.expect_neighbours()
     return Outcome(plan, reactions, site.expect_rest())
 
 
 class _Round:
-    def __init__(self, plan: Plan, site: Site, members: list[Member], stack: ExitStack) -> None:
+    def __init__(self, plan: Plan, site: Site, members: list[WorkerProcess], stack: ExitStack) -> None:
         self._plan, self._site, self._members, self._stack = plan, site, members, stack
         if plan.hits_shard:
             [self._shard] = plan.victims
-            self._victims: dict[str, Member] = {}
+            self._victims: dict[str, WorkerProcess] = {}
             self._pids, self._names = [site.pids[self._shard]], [f"aggregator {site.address(self._shard)}"]
         else:
             self._shard = -1
@@ -152,7 +152,7 @@ class _Round:
     def _next_job(self) -> None:
         """The next generation of the job, with the survivors and somebody new in place of each victim, works."""
         staff = [
-            self._stack.enter_context(Member()) if member in self._victims.values() else member
+            self._stack.enter_context(WorkerProcess()) if member in self._victims.values() else member
             for member in self._members
         ]
         complete(staff, [self._order(rank, rounds=3) for rank in range(self._plan.ranks)])
@@ -167,7 +167,9 @@ class _Round:
         for member in self._members:
             member.expect_left()
 
-    def _expect_errors(self, who: Mapping[str, Member], since: float, bound_s: float, *kinds: str) -> list[Reaction]:
+    def _expect_errors(
+        self, who: Mapping[str, WorkerProcess], since: float, bound_s: float, *kinds: str
+    ) -> list[Reaction]:
         """Each raises one of these kinds of errors in time, and nobody but victims is named."""
         results = {
             name: member.hear("error", "wrong", "left", within_s=bound_s + OVERDUE_S) for name, member in who.items()
@@ -207,7 +209,7 @@ class _Round:
         return self._plan.hits_shard or bool({*map(int, missing[1].split(", "))} & {*self._plan.victims})
 
 
-def _two_rounds(member: Member, within_s: float) -> Report:
+def _two_rounds(member: WorkerProcess, within_s: float) -> Report:
     """An error, or word that two more rounds are complete; the first may have been all but complete before."""
     first = member.ask(within_s)
     return member.ask(within_s) if first.event == "there" else first

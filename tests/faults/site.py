@@ -12,7 +12,7 @@ from typing import Self
 from local_cluster import Daemon, eventually, open_files
 from transports import over
 
-from .crew import Member, complete
+from .crew import WorkerProcess, complete
 from .plan import SHARDS
 from .worker import Order
 
@@ -56,7 +56,7 @@ class Site:
         with contextlib.ExitStack() as stack:
             self.daemon = stack.enter_context(Daemon(SHARDS))
             self.pids = self.daemon.shard_pids
-            self._neighbours = [[stack.enter_context(Member()) for _ in NEIGHBOURS] for _ in range(SHARDS)]
+            self._neighbours = [[stack.enter_context(WorkerProcess()) for _ in NEIGHBOURS] for _ in range(SHARDS)]
             for shard in range(SHARDS):
                 self._employ(shard)
             self._files = [held(pid).files for pid in self.pids]
@@ -87,7 +87,7 @@ class Site:
             for member in self._neighbours[shard]:
                 member.expect_progress()
 
-    def neighbours(self, shard: int) -> list[Member]:
+    def neighbours(self, shard: int) -> list[WorkerProcess]:
         return self._neighbours[shard]
 
     def shard_restarted(self, shard: int) -> None:
@@ -134,7 +134,7 @@ class Site:
     def _warm_up(self) -> None:
         """Each shard serves a large job, so that its allocator has what it will keep."""
         with contextlib.ExitStack() as stack:
-            members = [stack.enter_context(Member()) for _ in range(4)]
+            members = [stack.enter_context(WorkerProcess()) for _ in range(4)]
             for transport in ("shm", "tcp"):
                 overrides, where = over(transport), tuple(self.daemon.addresses)
                 complete(

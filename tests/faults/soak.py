@@ -18,7 +18,7 @@ from transports import MEMORY, check_carried, over
 
 from omnireduce import AbortedError, Communicator
 
-from .crew import Member
+from .crew import WorkerProcess
 from .plan import SHARDS
 from .site import REST_S, Held, held
 from .worker import report
@@ -92,7 +92,7 @@ def soak(jobs: int, say: Callable[[str], None]) -> bool:
     stayed flat. Raises AssertionError when a job goes wrong."""
     started = time.monotonic()
     with Daemon(SHARDS) as daemon, ExitStack() as stack:
-        members = [stack.enter_context(Member(rank, target=serve)) for rank in range(RANKS)]
+        members = [stack.enter_context(WorkerProcess(rank, target=serve)) for rank in range(RANKS)]
         watched = _Watched(daemon, members)
         for batch in _batches(jobs):
             for member in members:
@@ -123,7 +123,7 @@ def _links(pid: int) -> int:
 class _Watched:
     """All processes, and what each held at rest after each batch."""
 
-    def __init__(self, daemon: Daemon, members: Sequence[Member]) -> None:
+    def __init__(self, daemon: Daemon, members: Sequence[WorkerProcess]) -> None:
         self._pids = {"supervisor": daemon.pid}
         self._pids |= {f"shard {number}": pid for number, pid in enumerate(daemon.shard_pids)}
         self._links = {pid: _links(pid) for pid in self._pids.values()}

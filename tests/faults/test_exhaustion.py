@@ -17,7 +17,7 @@ from transports import over
 from omnireduce import Communicator, RefusedError
 from omnireduce.core.wire.control import ControlMessage, Pending, Refused
 
-from .crew import Member
+from .crew import WorkerProcess
 from .site import SMALL_SLOTS, held
 from .worker import Order
 
@@ -26,9 +26,9 @@ LIMITS = ("cluster.join_timeout_s=20", "cluster.timeout_s=20")
 
 
 @contextmanager
-def neighbours(daemon: Daemon) -> Iterator[list[Member]]:
+def neighbours(daemon: Daemon) -> Iterator[list[WorkerProcess]]:
     """A job of two that goes on all the while, one rank by shm and one by tcp."""
-    with Member() as first, Member() as second:
+    with WorkerProcess() as first, WorkerProcess() as second:
         for rank, (member, kind) in enumerate(((first, "shm"), (second, "tcp"))):
             overrides = (*over(kind), *SMALL_SLOTS, *LIMITS)
             member.tell(Order("neighbour", rank, 2, tuple(daemon.addresses), overrides, idle_s=0.01))

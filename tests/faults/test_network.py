@@ -20,7 +20,7 @@ from raw_peer import RawPeer, await_pending
 from benchmarks.harness.testbed import Host
 from omnireduce.runtime.shard.connections import LINGER_S
 
-from .crew import Member, complete
+from .crew import WorkerProcess, complete
 from .site import held
 from .worker import Order, enter_network
 
@@ -87,7 +87,7 @@ class Job:
 
     def __init__(self, daemon: Daemon, hosts: Sequence[Host], stack: ExitStack, *, elements: int, idle: bool) -> None:
         self._name, self._daemon = unique_job("apart"), daemon
-        self.members = [stack.enter_context(Member(host.name)) for host in hosts]
+        self.members = [stack.enter_context(WorkerProcess(host.name)) for host in hosts]
         for rank, member in enumerate(self.members):
             member.tell(self.order(rank, elements=elements, idle_s=60.0 if idle and rank == 0 else 0.0))
         for member in self.members:
@@ -120,7 +120,7 @@ def jobs(daemon: Daemon, hosts: list[Host]) -> Iterator[list[Job]]:
 
 def assert_serves(daemon: Daemon, hosts: Sequence[Host]) -> None:
     with ExitStack() as stack:
-        members = [stack.enter_context(Member(host.name)) for host in hosts]
+        members = [stack.enter_context(WorkerProcess(host.name)) for host in hosts]
         job, size = unique_job("next"), len(hosts)
         complete(members, [Order(job, rank, size, tuple(daemon.addresses), LIMITS, rounds=3) for rank in range(size)])
 
@@ -148,7 +148,7 @@ def test_the_aggregators_link_is_cut(daemon: Daemon, hosts: list[Host], jobs: li
     assert_serves(daemon, hosts[1:3])
 
 
-def vanish(host: Host, members: Sequence[Member]) -> float:
+def vanish(host: Host, members: Sequence[WorkerProcess]) -> float:
     """The host is gone, with its processes and without a packet; returns since when."""
     since = time.monotonic()
     set_link(host, "down")
@@ -188,7 +188,7 @@ def test_a_host_says_hello_and_vanishes(daemon: Daemon, hosts: list[Host]) -> No
     job, files = unique_job("hello"), held(shard).files
     orders = [Order(job, rank, 2, tuple(daemon.addresses), LIMITS, rounds=3) for rank in range(2)]
     peer = on(hosts[4], lambda: RawPeer(daemon.addresses[0]))
-    with peer, Member(hosts[1].name) as heir, Member(hosts[2].name) as other:
+    with peer, WorkerProcess(hosts[1].name) as heir, WorkerProcess(hosts[2].name) as other:
         peer.hello(job, 0, 2)
         await_pending(peer, [1])
         with cut(hosts[4]):
@@ -201,7 +201,7 @@ def test_a_host_says_hello_and_vanishes(daemon: Daemon, hosts: list[Host]) -> No
 def test_the_aggregators_host_vanishes_from_a_rank_that_joins(daemon: Daemon, hosts: list[Host]) -> None:
     [shard] = daemon.shard_pids
     files, address = held(shard).files, daemon.addresses[0]
-    with Member(hosts[1].name) as member:
+    with WorkerProcess(hosts[1].name) as member:
         member.tell(Order(unique_job("early"), 0, 2, (address,), LIMITS))
         assert eventually(lambda: held(shard).files == files + 1)
         with cut(hosts[0]) as since:

@@ -17,7 +17,7 @@ from omnireduce.launch.elastic_job import Discovery
 from omnireduce.launch.hosts import Host
 
 
-class Taker:
+class WaitingJob:
     """A job that only waits for the script."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_script_that_cannot_be_executed_for_a_moment_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, job = script(tmp_path, "echo node1:2; echo node2"), Taker()
+    path, job = script(tmp_path, "echo node1:2; echo node2"), WaitingJob()
     looks = Discovery(str(path), 3)
     for mode in (0o700, 0o600, 0o700):
         path.chmod(mode)
@@ -77,12 +77,12 @@ def test_a_script_that_cannot_be_executed_for_a_moment_is_tried_again(
 
 def test_a_script_that_was_never_executed_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host-discovery-script .*: No such file"):
-        Discovery(str(tmp_path / "none"), 1).start_if_due(Taker())
+        Discovery(str(tmp_path / "none"), 1).start_if_due(WaitingJob())
 
 
 def test_the_end_of_the_script_counts_not_that_of_its_output(tmp_path: Path) -> None:
     """It may close its output and go on: nobody waits for it meanwhile. What it has started may keep the output."""
-    gate, pid_file, job = tmp_path / "gate", tmp_path / "pid", Taker()
+    gate, pid_file, job = tmp_path / "gate", tmp_path / "pid", WaitingJob()
     os.mkfifo(gate)
     path = script(
         tmp_path, f"echo node1:2; exec 3>&1 >&-; sleep 1000 >&3 & echo $! >{pid_file}; exec 3>&-; read x <{gate}"
@@ -101,7 +101,7 @@ def test_the_end_of_the_script_counts_not_that_of_its_output(tmp_path: Path) -> 
 def test_what_the_script_has_started_ends_with_it(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pid_file, job = tmp_path / "pid", Taker()
+    pid_file, job = tmp_path / "pid", WaitingJob()
     looks = Discovery(
         str(script(tmp_path, f"sleep 1000 & echo $! >{pid_file}.new; mv {pid_file}.new {pid_file}; wait")), 1
     )

@@ -34,7 +34,7 @@ from omnireduce.launch.connection import (
     Started,
     frame,
 )
-from omnireduce.launch.job import InterruptedLaunchError, Job
+from omnireduce.launch.job import InterruptedLaunchError, LaunchedJob
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput, TextSink
 
 GREETING = Greeting(1, 40000)
@@ -56,10 +56,10 @@ say(zlib.decompress({zlib.compress(b"".join(texts))!r}))
 
 
 @contextmanager
-def job_on(*supervisors: list[str], grace_s: float = 0.0) -> Iterator[Job]:
+def job_on(*supervisors: list[str], grace_s: float = 0.0) -> Iterator[LaunchedJob]:
     """A job on hosts a, b, ... with these supervisors."""
     hosts = [Connection(name, words, is_remote=True) for name, words in zip("abc", supervisors, strict=False)]
-    with Job(hosts, PrefixedOutput({STDOUT: TextSink(str)}), grace_s=grace_s) as job:
+    with LaunchedJob(hosts, PrefixedOutput({STDOUT: TextSink(str)}), grace_s=grace_s) as job:
         job.greet(READY_S)
         yield job
 
@@ -154,7 +154,7 @@ def test_a_reader_that_takes_nothing_holds_up_no_interrupted_launch() -> None:
     os.set_blocking(writer, False)
     os.write(writer, bytes(1 << 20))
     sink = DescriptorSink(writer)
-    with Job([], PrefixedOutput({STDOUT: sink}), grace_s=0, descriptors=[sink]) as job:
+    with LaunchedJob([], PrefixedOutput({STDOUT: sink}), grace_s=0, descriptors=[sink]) as job:
         sink.add(b"the last line\n")
         os.write(job._wake_writer.fileno(), bytes([signal.SIGINT] * 2))
     assert sink.waits

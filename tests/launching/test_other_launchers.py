@@ -17,7 +17,7 @@ from local_cluster import MPIRUN, READY_S, WAIT_S
 from omnireduce.errors import ConfigError
 from omnireduce.launch import other_launchers
 from omnireduce.launch.hosts import Host
-from omnireduce.launch.job import InterruptedLaunchError, Job
+from omnireduce.launch.job import InterruptedLaunchError, LaunchedJob
 from omnireduce.launch.other_launchers import _is_open_mpi, launcher_command, wrap_command
 from omnireduce.launch.output import UnchangedOutput
 from omnireduce.launch.plan import LaunchRequest
@@ -91,9 +91,9 @@ def fake(folder: Path, name: str, says: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def idle() -> Iterator[Job]:
+def idle() -> Iterator[LaunchedJob]:
     """A job without hosts, in which something can be waited for."""
-    with Job([], UnchangedOutput({}), grace_s=0) as job:
+    with LaunchedJob([], UnchangedOutput({}), grace_s=0) as job:
         yield job
 
 
@@ -101,7 +101,7 @@ def request_for(launcher: str, *hosts: Host) -> LaunchRequest:
     return LaunchRequest(words=["train"], ranks=4, config=Config(), launcher=launcher, hosts=hosts, mpi_args=["--more"])
 
 
-def test_open_mpi_passes_names_of_variables_only(tmp_path: Path, idle: Job) -> None:
+def test_open_mpi_passes_names_of_variables_only(tmp_path: Path, idle: LaunchedJob) -> None:
     environ = fake(tmp_path, "mpirun", "mpirun (Open MPI) 4.1.4")
     assert _is_open_mpi(environ, idle)
     words = launcher_command(request_for("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
@@ -112,7 +112,7 @@ def test_open_mpi_passes_names_of_variables_only(tmp_path: Path, idle: Job) -> N
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
 def test_an_mpirun_that_does_not_end_is_waited_for_no_longer(
-    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: Job
+    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: LaunchedJob
 ) -> None:
     """Also where a child of it keeps its output."""
     (tmp_path / "mpirun").write_text("#!/bin/sh\nsleep 1000 &\nwait\n")
@@ -125,7 +125,7 @@ def test_an_mpirun_that_does_not_end_is_waited_for_no_longer(
         _is_open_mpi(environ, idle)
 
 
-def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path, idle: Job) -> None:
+def test_mpich_and_srun_have_words_of_their_own(tmp_path: Path, idle: LaunchedJob) -> None:
     environ = fake(tmp_path, "mpirun", "HYDRA build details:")
     words = launcher_command(request_for("mpirun", Host("a", 2), Host("b", 2)), environ, idle)
     assert words[:6] == ["mpirun", "-n", "4", "-hosts", "a:2,b:2", "--more"]

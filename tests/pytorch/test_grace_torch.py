@@ -144,7 +144,7 @@ def test_graces_own_order() -> None:
         hvd.DistributedOptimizer(torch.optim.SGD(net.parameters()), OfAnotherPackage(), net.named_parameters())
 
 
-class Gathering(Grace):
+class UserCommunicator(Grace):
     """A communicator of a user, in two halves, with functions for tensors."""
 
     def async_send(self, tensors: Any, name: str) -> Any:
@@ -162,7 +162,7 @@ def test_a_communicator_of_the_users_own_gets_tensors_of_tensors(compressor: str
     params = {"compressor": compressor, "compress_ratio": 0.5}
     theirs, ours = (
         grace_from_params({**params, "communicator": each}).step(gradient, "w")
-        for each in (f"{__name__}:Gathering", "allgather")
+        for each in (f"{__name__}:UserCommunicator", "allgather")
     )
     assert torch.equal(theirs, ours)
 

@@ -18,7 +18,7 @@ from local_cluster import WAIT_S, Daemon, Ranks, eventually
 from torch import Tensor
 
 from omnireduce.torch import ProcessGroup
-from omnireduce.torch.backend.group_job import Job
+from omnireduce.torch.backend.group_job import GroupJob
 from omnireduce.torch.backend.work import Completion, Pending
 
 pytestmark = pytest.mark.usefixtures("aggregators")
@@ -136,7 +136,7 @@ def test_a_group_that_was_destroyed_says_so_at_once(had_joined: bool) -> None:
     def run(group: ProcessGroup, rank: int) -> None:
         if not had_joined:
             group._job.leave()
-            group._job = Job(group._gloo, timedelta(seconds=WAIT_S))  # as of a group that is not the first one
+            group._job = GroupJob(group._gloo, timedelta(seconds=WAIT_S))  # as of a group that is not the first one
         if rank == 0:
             group.shutdown()
             allreduce(group, torch.ones(3))
@@ -223,7 +223,7 @@ def test_a_rank_that_refuses_to_join_is_named_to_the_others() -> None:
     """They would wait for it on the aggregators. The next collective is sound."""
 
     def run(gloo: dist.ProcessGroup, rank: int) -> str:
-        job = Job(gloo, timedelta(seconds=WAIT_S))
+        job = GroupJob(gloo, timedelta(seconds=WAIT_S))
         proper, job._timeout_s = job._timeout_s, -1.0 if rank == 1 else job._timeout_s
         with pytest.raises(RuntimeError) as caught:
             job.start(lambda comm: None)

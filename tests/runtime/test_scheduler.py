@@ -22,7 +22,7 @@ from omnireduce.core.wire.control import Hello, Refused, Welcome, decode_control
 from omnireduce.protocol.collective.merge import BLOCK_WORK, HALF_WORK
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.shard.connections import Connection
-from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.runtime.shard.listening import BESIDE_JOBS, Listener
 from omnireduce.runtime.shard.scheduler import ALONE_S, MIN_WORK, OTHERS_S, OTHERS_WORK, POLL_WORK, RECOVERY, Share
 from omnireduce.runtime.shard.server import ShardServer
@@ -149,7 +149,7 @@ def test_a_job_whose_work_takes_longer_than_it_counts_has_shorter_turns(monkeypa
     with closing(Crowd(Budget(work=4 << 20))) as crowd:
         serve, slow = crowd.server._serve_job, [1e-7]
 
-        def serve_slowly(job: Job, ready: dict[Connection, int], share: Share) -> int:
+        def serve_slowly(job: ShardJob, ready: dict[Connection, int], share: Share) -> int:
             work = serve(job, ready, share)
             took.append(work * slow[0])
             crowd.processor_s += took[-1]

@@ -11,7 +11,7 @@ from omnireduce.protocol.rank import WorkerMachine
 from omnireduce.protocol.relay import RelayMachine
 from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK, AggregatorMachine
 from omnireduce.runtime.shard.connections import Connection
-from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.runtime.shard.relay_admission import Relaying
 from omnireduce.runtime.shard.server import ShardServer
 from omnireduce.transport.sim import SimLink
@@ -98,7 +98,7 @@ def _audit_end(end: End | None) -> Iterator[str]:
             yield f"counted as {end.kind}: {end.cause}"
 
 
-def _audit_job(job: Job, limits: Limits) -> Iterator[str]:
+def _audit_job(job: ShardJob, limits: Limits) -> Iterator[str]:
     slots = job._arena.slots.nbytes + job._results.slots.nbytes
     if slots > limits.max_job_bytes:
         yield f"{job} has {slots} bytes of slots, of {limits.max_job_bytes}"

@@ -21,7 +21,7 @@ TICKETS = (b"", b"guessed" + bytes(25), b"too short")
 GUESSES = 1, 2, 1 << 61  # formations
 
 
-class _Visitor(Process):
+class _ConnectedStranger(Process):
     """Has one connection to a shard, if the shard listens."""
 
     link: SimLink | None
@@ -37,7 +37,7 @@ class _Visitor(Process):
             self.link.flush()
 
 
-class Stranger(_Visitor):
+class Stranger(_ConnectedStranger):
     """Comes at once and never goes by itself: the shard has to hang up."""
 
     def __init__(self, cluster: Cluster, shard: int, manner: int) -> None:
@@ -65,7 +65,7 @@ class Stranger(_Visitor):
         self.log(f"comes, manner {manner}")
 
 
-class ForeignSurvivor(_Visitor):
+class ForeignSurvivor(_ConnectedStranger):
     """Says to the first shard that it was in a job, of which it knows all but the ticket; goes after some time."""
 
     def __init__(self, cluster: Cluster, job: JobPlan, number: int) -> None:

@@ -115,7 +115,7 @@ class Communicator:
     when another rank failed meanwhile.
     """
 
-    _member: RankChannels
+    _rank_channels: RankChannels
     _has_embedded: bool
 
     def __init__(
@@ -278,8 +278,8 @@ class Communicator:
         For programs in which several threads start collectives one after another, in the same order on every rank. Such
         a program holds a lock from this call until the collective is started. It does not `reform` meanwhile.
         """
-        if self._member.owner is not threading.current_thread():
-            self._member = self._member.owned_by(threading.current_thread())
+        if self._rank_channels.owner is not threading.current_thread():
+            self._rank_channels = self._rank_channels.owned_by(threading.current_thread())
 
     @property
     def _engine(self) -> Engine:
@@ -347,7 +347,7 @@ class Communicator:
                 raise
         first, last = channels[0], channels[-1]
         self._channels, joined = channels, first.joined
-        self._member = RankChannels(first.call_channel, last.call_channel, self.config.protocol.urgent_bytes)
+        self._rank_channels = RankChannels(first.call_channel, last.call_channel, self.config.protocol.urgent_bytes)
         self.rank, self.size, self.generation = joined.rank, joined.size, joined.generation
         self.formation = object()
         self.transport = "+".join(sorted(first.kinds | last.kinds))
@@ -729,7 +729,7 @@ class Communicator:
         self, tables: Sequence[Table], *, op: RowOp = "sum", name: str = ""
     ) -> Handle[list[Rows[Any]]]:
         """Start an `allreduce_tables`; see `allreduce_async`."""
-        return self._in_background(self._member.ordinary, lambda: self._start_tables(tables, op, name))
+        return self._in_background(self._rank_channels.ordinary, lambda: self._start_tables(tables, op, name))
 
     def refuse(self, error: Exception) -> None:
         """Refuse the next collective of the other ranks, because of `error`. For programs that find by themselves,
@@ -739,13 +739,13 @@ class Communicator:
         refused; ranks that wait already get it at once. Returns before the others know. Does nothing if the other ranks
         know of the error, or if the job is over. Raises nothing.
         """
-        tell_ranks(self._member, error)
+        tell_ranks(self._rank_channels, error)
 
     # An `except` costs nothing unless an error is raised. Errors after the start of a call are not handled here.
 
     def _channel_for(self, x: object, priority: object, block_size: object) -> CallChannel:
         try:
-            return self._member.channel_for(x, priority, block_size)
+            return self._rank_channels.channel_for(x, priority, block_size)
         except Exception as error:
             self.refuse(error)
             raise
@@ -753,7 +753,7 @@ class Communicator:
     def _start(
         self, make: Callable[Concatenate[CallContext, P], Call[T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]:
-        context, engine = self._member.ordinary
+        context, engine = self._rank_channels.ordinary
         try:
             [handle] = engine.submit(make(context, *args, **kwargs))
         except Exception as error:
@@ -764,7 +764,7 @@ class Communicator:
     def _start_async(
         self, make: Callable[Concatenate[CallContext, P], Call[T]], *args: P.args, **kwargs: P.kwargs
     ) -> Handle[T]:
-        return self._in_background(self._member.ordinary, lambda: self._start(make, *args, **kwargs))
+        return self._in_background(self._rank_channels.ordinary, lambda: self._start(make, *args, **kwargs))
 
     def _start_allreduce(
         self, channel: CallChannel, x: Any, out: Any, *, op: Op, name: str, block_size: int | None, codec: str | None
@@ -787,7 +787,7 @@ class Communicator:
         return HandleGroup(handles, lambda _: x)
 
     def _start_tables(self, tables: Sequence[Table], op: RowOp, name: str) -> Handle[list[Rows[Any]]]:
-        context, engine = self._member.ordinary
+        context, engine = self._rank_channels.ordinary
         try:
             batch = batched.tables(context, tables, op, name)
             handles = engine.submit(*batch.calls)
@@ -797,7 +797,7 @@ class Communicator:
         return HandleGroup(handles, batch.result)
 
     def _in_background(self, channel: CallChannel, start: Callable[[], Handle[T]]) -> Handle[T]:
-        if not self.drives_in_background and self._member.urgent.engine is self._member.ordinary.engine:
+        if not self.drives_in_background and self._rank_channels.urgent.engine is self._rank_channels.ordinary.engine:
             return start()
         try:
             channel.engine.drive_in_background()  # first: if there is no room for a thread, nothing is started
@@ -813,7 +813,7 @@ class Communicator:
     def state_bytes(self, tensors: Iterable[tuple[int, int]], columns: int, cells: int = 0) -> int:
         """The bytes of state on the shard that keeps the most, for states with `columns` columns and `cells` cells.
         `tensors`: for each tensor its number of elements, and its block size. For `create_group`."""
-        sharding = self._member.ordinary.context.sharding._replace(slot_bytes=0)  # no host sends sums there
+        sharding = self._rank_channels.ordinary.context.sharding._replace(slot_bytes=0)  # no host sends sums there
         total = 0
         for elements, block_size in tensors:
             layout = Layout(elements, block_size).dealt(

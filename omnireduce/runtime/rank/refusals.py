@@ -41,13 +41,13 @@ def refusal_call(context: CallContext, reason: str) -> Call[None]:
     )
 
 
-def tell_ranks(member: RankChannels, error: Exception) -> None:
+def tell_ranks(channels: RankChannels, error: Exception) -> None:
     """Tell the other ranks that this rank refuses the next collective because of `error`. Does nothing if they know of
     the error, or if the job is over."""
     if is_reported(error):
         return
     mark_reported(error)
-    ordinary, urgent = member.ordinary, member.urgent
+    ordinary, urgent = channels.ordinary, channels.urgent
     if ordinary.context.size == 1:
         return
     reason, replacement = reason_of(error), error.__dict__.pop("replacement", None)

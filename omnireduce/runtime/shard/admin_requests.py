@@ -10,7 +10,7 @@ from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.membership import Membership, MembershipEffect
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.runtime.shard.relay_admission import Relaying
 
 
@@ -23,7 +23,7 @@ class Administration:
     def __init__(
         self,
         membership: Membership | Relaying,
-        jobs: Mapping[int, Job],
+        jobs: Mapping[int, ShardJob],
         answer: Callable[[Iterable[MembershipEffect]], None],
         clock: Clock,
     ) -> None:

@@ -11,7 +11,7 @@ from omnireduce.core.wire.control import ControlMessage, Hello, encode_control
 from omnireduce.core.wire.safe_text import SHOWN
 from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.runtime.driver import Clock
-from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.support.logs import tagged
 from omnireduce.transport.base import Link
 
@@ -64,7 +64,7 @@ class Connection:
     gate: Gate
     of_monitor: bool = False  # the connection of the daemon's own monitor
     hello: Hello | None = None
-    job: Job | None = None
+    job: ShardJob | None = None
     rank: int = -1
     leaving: bool = False
     has_left: bool = False  # the rank has said Leave

@@ -59,7 +59,7 @@ def start_failure_text(error: Exception, job: str) -> tuple[str, bool]:
     return "internal error; the log of the aggregator has the details", False
 
 
-def failure_text(error: Exception, job: Job | None) -> str:
+def failure_text(error: Exception, job: ShardJob | None) -> str:
     """The text for the ranks of a job, or for a newcomer, after an unexpected error; the log gets the details."""
     logger, subject = log if job is None else job.log, job or "a newcomer"
     if isinstance(error, MemoryError):
@@ -83,7 +83,7 @@ class JobFactory(Protocol):
         hellos: Sequence[Hello],
         upstream: JobUpstream | None,
         /,
-    ) -> Job: ...
+    ) -> ShardJob: ...
 
 
 class JobUpstream(NamedTuple):
@@ -94,7 +94,7 @@ class JobUpstream(NamedTuple):
     uplinks: Sequence[Link]
 
 
-class Job:
+class ShardJob:
     """A job whose ranks are all there. It tells each rank so, once nothing can fail any more. `links[r]` and
     `hellos[r]` belong to rank r. On a relay they belong to its member r, and `upstream` is its upstream: the uplinks
     follow in `links`. Raises OSError and MemoryError.
@@ -112,7 +112,7 @@ class Job:
         upstream: JobUpstream | None = None,
         *,
         clock: Clock,
-        on_end: Callable[[Job, End], None],
+        on_end: Callable[[ShardJob, End], None],
         verbs: Verbs | None = None,
         straggler_s: float = WARN_AFTER_S,
         traces: ShardTraces | None = None,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connections import Connection
-from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.transport.base import EVERYTHING
 
 POLL_WORK = 1 << 16  # work of one look at a connection, beside the bytes that it brings (see Budget)
@@ -38,7 +38,7 @@ class Share(NamedTuple):
     output: int
 
 
-ServeJob = Callable[[Job, dict[Connection, int], Share], int]
+ServeJob = Callable[[ShardJob, dict[Connection, int], Share], int]
 
 
 class Scheduler:
@@ -52,7 +52,7 @@ class Scheduler:
     def __init__(self, clock: Clock, processor_s: Clock, budget: Budget) -> None:
         self._clock, self._processor_s = clock, processor_s
         self._budget, self._alone = budget, Share(budget.work, EVERYTHING)
-        self._jobs: dict[Job, dict[Connection, int]] = {}
+        self._jobs: dict[ShardJob, dict[Connection, int]] = {}
         self._others: dict[Connection, int] = {}
         self._last, self._last_at = 0, clock() - LATELY_S  # the generation served last, and when
         self._shared_until = clock()
@@ -70,7 +70,7 @@ class Scheduler:
             queue = self._jobs.setdefault(connection.job, {})
         queue[connection] = queue.get(connection, 0) | mask
 
-    def queue_job(self, job: Job) -> None:
+    def queue_job(self, job: ShardJob) -> None:
         """Queue a job that can go on without news from a connection."""
         self._jobs.setdefault(job, {})
 
@@ -88,7 +88,7 @@ class Scheduler:
         if self._others:
             self._serve_others(serve_other)
 
-    def _serve_job(self, serve_job: ServeJob, job: Job, share: Share) -> int:
+    def _serve_job(self, serve_job: ServeJob, job: ShardJob, share: Share) -> int:
         """Give a job its turn, and set the limit of its next turn."""
         started_s = self._processor_s()
         work = serve_job(job, self._jobs.pop(job), share._replace(work=min(share.work, job.work_limit)))
@@ -106,7 +106,7 @@ class Scheduler:
             if number == 0 or (work < OTHERS_WORK and self._clock() < until):
                 work += serve_other(connection, self._others.pop(connection))
 
-    def _share(self, job: Job, busy: int, now: float) -> Share:
+    def _share(self, job: ShardJob, busy: int, now: float) -> Share:
         """The share of a job now. The shard counts as shared if another job had work lately."""
         if job.generation != self._last and now < self._last_at + LATELY_S:
             self._shared_until = now + LATELY_S

@@ -27,7 +27,14 @@ from omnireduce.runtime.shard.admin_requests import Administration
 from omnireduce.runtime.shard.admission import Admission
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.handshake_thread import HandshakeThread
-from omnireduce.runtime.shard.job import WARN_AFTER_S, Job, JobFactory, JobUpstream, failure_text, start_failure_text
+from omnireduce.runtime.shard.job import (
+    WARN_AFTER_S,
+    JobFactory,
+    JobUpstream,
+    ShardJob,
+    failure_text,
+    start_failure_text,
+)
 from omnireduce.runtime.shard.listening import Listener, ListeningSockets
 from omnireduce.runtime.shard.relay_admission import Relaying, Upstream
 from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
@@ -74,7 +81,7 @@ class ShardServer:
         self.name = name
         self._clock, self._finish_s, self._wake_at = clock, finish_s, clock()
         self._make_job: JobFactory = partial(
-            Job,
+            ShardJob,
             clock=clock,
             on_end=self._job_ended,
             verbs=verbs,
@@ -98,7 +105,7 @@ class ShardServer:
         self._status_requests, self._scheduler = StatusRequests(clock), Scheduler(clock, processor_s, budget)
         self._handshake_thread = HandshakeThread(self._selector, self._connections, self._scheduler)
         self._teardown = Teardown(self._connections, self._status_requests, self._membership, clock)
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, ShardJob] = {}
         self.administration = Administration(self._membership, self._jobs, self._answer, clock)
         self._admission = Admission(
             access=access, membership=self._membership, connections=self._connections, teardown=self._teardown,
@@ -186,7 +193,7 @@ class ShardServer:
         if now >= self._settled_until:
             self._housekeeping(now)
 
-    def _serve_job(self, job: Job, ready: dict[Connection, int], share: Share) -> int:
+    def _serve_job(self, job: ShardJob, ready: dict[Connection, int], share: Share) -> int:
         """Let a job read and advance until it has nothing to do or has used its turn; return the work."""
         work = 0
         if job.generation in self._jobs:  # otherwise it has no driver any more
@@ -320,7 +327,7 @@ class ShardServer:
                 self._connections.replace_link(connection, job.links[rank])
         self._update_interests(job.generation)
 
-    def _feed(self, connection: Connection, job: Job, events: Sequence[Event]) -> None:
+    def _feed(self, connection: Connection, job: ShardJob, events: Sequence[Event]) -> None:
         machine = job.machine  # the events may end the job, and close it
         job.driver.take(connection.rank, events)
         if machine.has_left(connection.rank):
@@ -329,7 +336,7 @@ class ShardServer:
             self._membership.departed(job.generation, connection.rank)
             self._teardown.leave(connection)
 
-    def _job_ended(self, job: Job, end: End) -> None:
+    def _job_ended(self, job: ShardJob, end: End) -> None:
         self._settled_until = UNSETTLED
         job.log_end(end)
         self._membership.finished(job.generation, self._clock())
@@ -338,7 +345,7 @@ class ShardServer:
         for connection in self._teardown.members(job.generation):
             self._teardown.leave(connection)
 
-    def _end_after_error(self, error: Exception, job: Job | None, connection: Connection | None = None) -> None:
+    def _end_after_error(self, error: Exception, job: ShardJob | None, connection: Connection | None = None) -> None:
         """After an unexpected exception: end the job, or the newcomer's connection, and go on."""
         self._settled_until = UNSETTLED
         reason = failure_text(error, job)

@@ -15,7 +15,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.effects import ABORT_KINDS, End
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connections import Connection
-from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.support.version import __version__
 
 STATUSES = 4  # requests that are answered in one turn: the jobs come first
@@ -99,7 +99,7 @@ class StatusPages:
             name = name if name in counts or len(counts) < MAX_USERS else "others"
             counts[name] = counts.get(name, 0) + 1
 
-    def job_ended(self, job: Job, end: End) -> None:
+    def job_ended(self, job: ShardJob, end: End) -> None:
         """A job is over."""
         self.jobs_ended += 1
         self._ended.add(job.traffic)
@@ -109,7 +109,7 @@ class StatusPages:
     def page(
         self,
         request: StatusRequest,
-        running: Collection[Job],
+        running: Collection[ShardJob],
         pending_jobs: Collection[JobStatus],
         *,
         connections: int,

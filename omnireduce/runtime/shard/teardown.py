@@ -10,7 +10,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.protocol.joining.membership import Membership
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connections import Connection, Connections
-from omnireduce.runtime.shard.job import Job
+from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.runtime.shard.relay_admission import Relaying
 from omnireduce.runtime.shard.status_requests import StatusRequests
 from omnireduce.transport.base import Control, Event, Lost
@@ -64,7 +64,7 @@ class Teardown:
                 connection.has_left = True
                 self._end_stay(connection, job, message.cause)
 
-    def _let_stay(self, job: Job) -> None:
+    def _let_stay(self, job: ShardJob) -> None:
         failure = self._failures.get(job.generation)
         members = [member for member in self.members(job.generation) if job.is_member(member.rank)]
         for member in [member for member in members if not member.has_left]:
@@ -73,7 +73,7 @@ class Teardown:
             else:
                 self._send_away(member, failure)
 
-    def _end_stay(self, connection: Connection, job: Job, cause: Cause | None) -> None:
+    def _end_stay(self, connection: Connection, job: ShardJob, cause: Cause | None) -> None:
         """A rank leaves. If it has a cause, tell it to ranks that stay, and to ranks that will ask to stay."""
         if connection in self._connections.staying:
             self._connections.let_leave(connection)

@@ -26,7 +26,7 @@ from omnireduce.errors import OmniReduceError, UsageError
 from omnireduce.runtime.rank.calls.single import once
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.exit_gate import exit_gate
-from omnireduce.torch.backend.group_job import Job
+from omnireduce.torch.backend.group_job import GroupJob
 from omnireduce.torch.backend.work import NO_LIMIT, Completion, Pending, as_torch_error
 from omnireduce.torch_backend import DEVICES
 
@@ -126,7 +126,7 @@ class MovementQueue:
     for those before it. If no caller waits, a thread of `completion` does. Other threads complete the futures.
     """
 
-    def __init__(self, job: Job, completion: Completion) -> None:
+    def __init__(self, job: GroupJob, completion: Completion) -> None:
         self._job, self._completion, self._future_completion = job, completion, Completion()
         self._turns = deque[_Turn]()  # that have not begun
         self._beginning = threading.RLock()  # held from the first of the turns until it has begun

@@ -25,7 +25,7 @@ DRAWN_BYTES = 8
 T = TypeVar("T")
 
 
-class Job:
+class GroupJob:
     """The job of the ranks of `gloo`. A collective may take as long as `timeout`."""
 
     def __init__(self, gloo: dist.ProcessGroup, timeout: timedelta) -> None:

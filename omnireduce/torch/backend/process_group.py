@@ -18,7 +18,7 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
 from omnireduce.torch.backend import movements
 from omnireduce.torch.backend.gloo import Movement, MovementQueue, gloo_group, gloo_message
-from omnireduce.torch.backend.group_job import Job
+from omnireduce.torch.backend.group_job import GroupJob
 from omnireduce.torch.backend.messages import Messages
 from omnireduce.torch.backend.options import (
     all_gather_forms,
@@ -88,7 +88,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._gloo = gloo_group(
             dist.PrefixStore(meeting.key, store), rank, size, address_for_gloo(meeting.messages), timeout
         )
-        self._job = Job(self._gloo, timeout)
+        self._job = GroupJob(self._gloo, timeout)
         self._completion = Completion()
         self._movements, self._messages = MovementQueue(self._job, self._completion), Messages(self._gloo)
         if not dist.is_initialized():  # the first group: what is wrong with the configuration shows at once

@@ -27,7 +27,7 @@ FORMAT_SLOT_BYTES = 1 << 20
 _number = struct.Struct("<Q")
 
 
-class _Member:
+class _RankInMemory:
     """One rank of a job by shared memory, whose message lies in its first slot from the begin."""
 
     def __init__(self, peer: Peer, rank: int, message: np.ndarray, slot_bytes: int) -> None:
@@ -65,13 +65,13 @@ def _whole_message(descriptor: Descriptor, slot_bytes: int) -> np.ndarray:
 
 def _job_of(
     target: Target, descriptor: Descriptor, stack: contextlib.ExitStack, job: str, slot_bytes: int = SLOT_BYTES
-) -> Sequence[_Member]:
+) -> Sequence[_RankInMemory]:
     peers = [stack.enter_context(Peer(target, local=True)) for _ in range(RANKS)]
     for rank, peer in enumerate(peers):
         peer.hello(job, rank, RANKS, slots=SLOTS, slot_bytes=slot_bytes)
     assert all(peer.admitted() for peer in peers), "not admitted"
     message = _whole_message(descriptor, slot_bytes)
-    return [_Member(peer, rank, message, slot_bytes) for rank, peer in enumerate(peers)]
+    return [_RankInMemory(peer, rank, message, slot_bytes) for rank, peer in enumerate(peers)]
 
 
 def _collectives(target: Target, descriptor: Descriptor, job: str) -> Iterator[str]:
