@@ -68,7 +68,7 @@ _App = Callable[[dict[str, Any], _Start], Iterable[bytes]]
 
 
 class Monitor:
-    """Makes the pages about the shards at `addresses`. `names` and `pulses` have the same order.
+    """Makes the pages about the shards at `addresses`. `names` and `heartbeats` have the same order.
 
     `access` says who may read the pages. The monitor asks at the shards' sockets for `purpose`.
     """

@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from omnireduce.runtime.rank.calls.single import Rows
     from omnireduce.runtime.rank.channels import Statistics
     from omnireduce.runtime.rank.communicator import Communicator
-    from omnireduce.runtime.rank.handles import Handle
-    from omnireduce.runtime.rank.world import (
+    from omnireduce.runtime.rank.global_communicator import (
         allgather,
         allgather_async,
         allgather_object,
@@ -90,6 +89,7 @@ if TYPE_CHECKING:
         start_timeline,
         stop_timeline,
     )
+    from omnireduce.runtime.rank.handles import Handle
     from omnireduce.support.config import Config, load_config
 else:
     _EXPORTS = {
@@ -120,7 +120,7 @@ else:
         "omnireduce.runtime.rank.channels": ("Statistics",),
     }
     _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
-    _WORLD_MODULE = "omnireduce.runtime.rank.world"
+    _WORLD_MODULE = "omnireduce.runtime.rank.global_communicator"
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

@@ -19,15 +19,16 @@ from omnireduce.core.dtypes import element_type
 from omnireduce.core.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, message_steps, read_header
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.regions import DESCRIPTORS
-from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import End
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.operands import DenseTensor, Memory, Operand
-from omnireduce.protocol.collective.packets import Packets, packed
+from omnireduce.protocol.collective.ragged_parts import RaggedParts, packed
 from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange, region_bytes
-from omnireduce.protocol.host.groups import LocalRanks, Sharding
-from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.protocol.shard import AggregatorMachine
+from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.rank import RankMachine
+from omnireduce.protocol.shard import ShardMachine
+from omnireduce.protocol.sharding import Sharding
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.calls.single import Pool
 from omnireduce.transport.base import Event
@@ -146,7 +147,7 @@ class InprocCluster:
         self.local_ranks = {rank: each for each in hosts_ranks for rank in each.ranks}
         self.sharding = Sharding(shards, stripe_blocks, 0, slot_bytes if len(hosts) > 1 else 0)
         self.aggregators = [
-            AggregatorMachine(
+            ShardMachine(
                 members,
                 arena,
                 results,
@@ -176,11 +177,11 @@ class InprocCluster:
         up.attach(own_slots, self.results[shard])
         down.attach(self.results[shard], own_slots)
 
-    def _worker(self, rank: int, name: str, scan_span: int, timeout_s: float) -> WorkerMachine:
+    def _worker(self, rank: int, name: str, scan_span: int, timeout_s: float) -> RankMachine:
         links = self.up[rank]
         slots = [(link.send_slots, link.receive_slots) for link in links]
         addresses = [f"127.0.0.1:{7400 + shard}" for shard in range(self.shards)]
-        return WorkerMachine(
+        return RankMachine(
             slots,
             addresses,
             name,
@@ -264,14 +265,14 @@ class InprocCluster:
         self.submit(rank, descriptor, operand)
         return operand
 
-    def ragged(self, rank: int, x: Array, limit: int) -> Packets:
+    def ragged(self, rank: int, x: Array, limit: int) -> RaggedParts:
         """Submit what `Communicator.allgather_ragged` would; a part has up to `limit` packets."""
         ranks = self.world_size
         descriptor = describe(
             "allgather_ragged", "", str(x.dtype), x.shape[1:], item_bytes=x.dtype.itemsize, parts=ranks, packets=limit
         )
         layout = self.sharding.layout(descriptor)
-        operand = Packets(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), max_packets=limit)
+        operand = RaggedParts(packed(x), x[:0], layout, Pool().take, rank=rank, senders=range(ranks), max_packets=limit)
         self.submit(rank, descriptor, operand)
         return operand
 

@@ -20,6 +20,7 @@ from tidy_checks import (
     FILE_CHECKS,
     HEAVY,
     MODULE_CHECKS,
+    NAMES_OF_OTHERS,
     ROOT,
     TEXT_FOLDERS,
     TEXT_NAMES,
@@ -29,10 +30,12 @@ from tidy_checks import (
     check_no_machine_path,
     check_paths,
     check_pure,
+    check_quoted_names,
     check_shown,
     check_standard_words,
     dotted,
     modules,
+    names_of_code,
 )
 
 
@@ -97,6 +100,24 @@ def test_modules(check: Check) -> None:
 def test_files(check: Check) -> None:
     messages = [message for path, text in text_files() for message in check(path, text)]
     assert not messages, "\n".join(messages)
+
+
+def test_names_in_docstrings_and_comments_are_names_of_the_code() -> None:
+    sources = {path: text for path, text in text_files() if path.endswith((".py", ".toml"))}
+    sources |= {path.name: path.read_text("utf-8") for path in (ROOT / "omnireduce").rglob("*.jinja")}
+    names = names_of_code(sources.values()) | NAMES_OF_OTHERS
+    product = [path for path in sources if path.startswith(("omnireduce/", "aggregator/", "worker/", "benchmarks/"))]
+    violations = [message for path in product for message in check_quoted_names(path, sources[path], names)]
+    assert not violations, "\n".join(violations)
+
+
+def test_the_check_of_names_sees_one_that_is_gone() -> None:
+    source = 'def seal(slot):\n    """Close `slot` after `pack`, see `Slot.seal`."""  # `rank`'
+    names = names_of_code([source])
+    assert names == {"def", "seal", "slot"}
+    messages = check_quoted_names("x.py", source, names)
+    assert [message.split("`")[1] for message in messages] == ["pack", "Slot.seal", "rank"]
+    assert check_quoted_names("x.py", source, names | {"pack", "Slot", "rank"}) == []
 
 
 def test_nothing_shown_depends_on_docstrings() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -114,6 +114,26 @@ OLD_WORDS = re.compile(  # names of classes that docs/glossary.md gives anew
 def check_standard_words(path: str, text: str) -> list[str]:
     why = "an old word; docs/glossary.md has that of the field"
     return [f"{path}:{line}: {why}: {definition}" for line, definition in matches(OLD_WORDS, text)]
+
+
+PROSE = re.compile(r'"""(?:[^\\]|\\.)*?"""|#[^\n]*', re.DOTALL)  # docstrings and comments
+QUOTED_NAME = re.compile(r"`([A-Za-z_][\w.]*)(?:\(\))?`")
+NAMES_OF_OTHERS = {"vmap", "optax", "chain", "stdio"}  # which the code itself does not use
+
+
+def names_of_code(sources: Iterable[str]) -> set[str]:
+    """All words of the code, its strings included, but not of its docstrings and comments."""
+    return {word for source in sources for word in re.findall(r"\w+", PROSE.sub(" ", source))}
+
+
+def check_quoted_names(path: str, source: str, names: set[str]) -> list[str]:
+    """A name in backquotes in a docstring or comment is a name of the code: a renaming must reach the words, too."""
+    return [
+        f"{path}: `{quoted}`: no code has this name; was it renamed?"
+        for prose in PROSE.findall(source)
+        for quoted in QUOTED_NAME.findall(prose)
+        if not names.issuperset(part for part in quoted.split(".") if part)
+    ]
 
 
 def check_no_machine_path(path: str, text: str) -> list[str]:

@@ -48,7 +48,7 @@ class Service(Peer):
 
     def __init__(self, options: dict[str, Any]) -> None:
         import omnireduce as omni
-        from omnireduce.kernels.density import nonzero_blocks
+        from omnireduce.kernels.nonzero_blocks import nonzero_blocks
 
         config = omni.load_config(overrides=options["set"], environ={})
         self._comm = omni.connect(config, job=options["job"], rank=options["rank"], size=options["size"])

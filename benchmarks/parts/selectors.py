@@ -24,7 +24,7 @@ from omnireduce.compression import (
     TopK,
 )
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.density import find_blocks
+from omnireduce.kernels.nonzero_blocks import find_blocks
 
 SIZE, RATIO = 1 << 20, 0.01
 TORCH, SCAN = "torch.topk", "bare scan"

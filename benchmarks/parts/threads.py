@@ -30,7 +30,7 @@ from omnireduce.core.descriptor import describe
 from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import read_header, slot_bytes_for
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.rank.threads import ParallelDriver, Threads
 from omnireduce.transport.base import Credited, Received
 from omnireduce.transport.inproc import InprocLink
@@ -64,7 +64,7 @@ class RankAlone:
             slots = np.zeros((SLOTS, slot_bytes_for(MESSAGE_BYTES)), np.uint8)
             link.attach(slots, slots)
         self._shards, self._is_done = shards, False
-        self._machine = WorkerMachine(
+        self._machine = RankMachine(
             [(link.send_slots, link.receive_slots) for link in links], [link.peer for link in links], "the rank",
             rank=0, scan_span=SPAN, timeout_s=60.0, threads=pool,
         )  # fmt: skip

@@ -139,11 +139,11 @@ class BlockTopK(Selector):
 
 def block_squares(x: Array, block_size: int) -> Array:
     """The squared norm of each block of `x`, float32 (elements,), with a short last block: float32 (blocks,)."""
-    whole_number = x.size // block_size
-    squares = np.empty(whole_number + (x.size % block_size > 0), np.float32)
-    sum_squares(x[: whole_number * block_size].reshape(whole_number, block_size), squares[:whole_number])
-    if whole_number < squares.size:
-        sum_squares(x[whole_number * block_size :].reshape(1, -1), squares[whole_number:])
+    whole_blocks = x.size // block_size
+    squares = np.empty(whole_blocks + (x.size % block_size > 0), np.float32)
+    sum_squares(x[: whole_blocks * block_size].reshape(whole_blocks, block_size), squares[:whole_blocks])
+    if whole_blocks < squares.size:
+        sum_squares(x[whole_blocks * block_size :].reshape(1, -1), squares[whole_blocks:])
     return squares
 
 

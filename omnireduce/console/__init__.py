@@ -1,1 +1,1 @@
-"""Reports of `omnireduce status`, `doctor`, `trace` and `density`: on services, hosts, traces and saved arrays."""
+"""Commands of `omnireduce` for operators and studies: status, drain, doctor, trace, bench, density, plan, tune, coconet."""

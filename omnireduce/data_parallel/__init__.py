@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from omnireduce.data_parallel.global_job import init
     from omnireduce.data_parallel.optimizer import DistributedOptimizer
     from omnireduce.data_parallel.partition import Loader, partition_dataset
-    from omnireduce.runtime.rank.world import is_initialized, rank, shutdown, size
+    from omnireduce.runtime.rank.global_communicator import is_initialized, rank, shutdown, size
 else:
     _MODULES = {
         "Adapter": "adapters",
@@ -33,7 +33,7 @@ else:
         "init": "global_job",
         "partition_dataset": "partition",
     }
-    _WORLD_MODULE = "omnireduce.runtime.rank.world"
+    _WORLD_MODULE = "omnireduce.runtime.rank.global_communicator"
 
     def __getattr__(name: str) -> object:
         if name not in __all__:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank import global_communicator
 from omnireduce.runtime.rank.communicator import Communicator
 
 
@@ -15,10 +15,10 @@ def init(config: Any = None, **named: Any) -> tuple[int, int]:
     `named` are the arguments of `omnireduce.init`, whose global communicator is used. Raises what that raises, among
     that UsageError where there is a job already.
     """
-    joined = world.init(config, **named)
+    joined = global_communicator.init(config, **named)
     return joined.rank, joined.size
 
 
 def communicator(comm: Communicator | None = None) -> Communicator:
     """The program's own, or that of the job. Raises UsageError before `init`, and after `shutdown`."""
-    return world.running() if comm is None else comm
+    return global_communicator.running() if comm is None else comm

@@ -76,7 +76,7 @@ class Request(NamedTuple):
 
     @classmethod
     def from_plain(cls, fields: Any) -> Request:
-        """The request, from what `said` returned on another rank."""
+        """The request, from what `as_plain` returned on another rank."""
         name, kind, op, parts, terms = fields
         return cls(name, kind, op, tuple(TensorType(dtype, tuple(shape)) for dtype, shape in parts), terms)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from omnireduce.data_parallel.dispatcher import Task
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.runtime.rank import engine, world
+from omnireduce.runtime.rank import engine, global_communicator
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import run_agreed_by
 
@@ -36,11 +36,11 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Whether this rank belongs to it."""
-        return world.running().rank in self.members()
+        return global_communicator.running().rank in self.members()
 
     def rank(self) -> int:
         """The number of this rank in the set. Raises UsageError where it does not belong to it."""
-        own_rank = world.running().rank
+        own_rank = global_communicator.running().rank
         if own_rank not in self.members():
             raise UsageError(f"rank {own_rank} does not belong to the process set {self.members()}")
         return self.members().index(own_rank)
@@ -51,7 +51,7 @@ class ProcessSet:
 
     def members(self) -> list[int]:
         """Its ranks, by their numbers in the job."""
-        return list(range(world.running().size)) if self.ranks is None else self.ranks
+        return list(range(global_communicator.running().size)) if self.ranks is None else self.ranks
 
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -115,7 +115,9 @@ def init(
         raise UsageError(f'process_sets is {process_sets!r}; expected sets of ranks, "dynamic" or None')
     if is_initialized():
         return
-    joined = world.running() if world.is_initialized() else world.init(**named)
+    joined = (
+        global_communicator.running() if global_communicator.is_initialized() else global_communicator.init(**named)
+    )
     _session = _Session(joined)
     for process_set in () if isinstance(process_sets, str) else process_sets or ():
         add_process_set(process_set)
@@ -130,7 +132,7 @@ def session_of() -> _Session:
     """The session of this process. If there is only a global communicator, all ranks begin a session now."""
     if _session is not None and not _session.comm.is_shut_down:
         return _session
-    if world.is_initialized():
+    if global_communicator.is_initialized():
         init()
     if _session is None or _session.comm.is_shut_down:
         raise UsageError("omnireduce is not initialised; call omnireduce.init() first")

@@ -18,7 +18,7 @@ need("jax", "omnireduce.jax")  # before what fails without it
 from omnireduce.data_parallel import init
 from omnireduce.jax.collectives import allreduce, broadcast, jit
 from omnireduce.jax.training import GradientTransformation, average_gradients, partition_dataset, value_and_grad
-from omnireduce.runtime.rank.world import is_initialized, rank, shutdown, size
+from omnireduce.runtime.rank.global_communicator import is_initialized, rank, shutdown, size
 
 __all__ = [
     "GradientTransformation",

@@ -55,7 +55,7 @@ from omnireduce.kernels.regions import (
 from omnireduce.kernels.rows import count_rows, list_union, merge_rows, stage_numbers, stage_rows, take_numbers
 
 YIELD_EVERY = 8  # fruitless looks between two offers of the processor to others
-# What a step did; from DONE on, that the caller has something to do. UNION_LISTED: more rows of it; WANTS: memory.
+# What a step did; from DONE on, that the caller has something to do. UNION_LISTED: more rows of it.
 WAITS, BEGAN, AGREED, COLLECTED_ONE, COMBINED_ONE, STAGED_ONE, UNION_LISTED, SHOWN_ONE = range(8)
 DONE, DIFFERS, BROKEN, NEEDS_WAKE, NEEDS_MEMORY = range(8, 13)
 
@@ -310,7 +310,7 @@ def step_with_rows(
     result: Array, plan: Array, scratch: Array, bits: Array,
 ) -> int:  # fmt: skip
     """`step` of a collective of rows: `numbers`, int64 (n,), ascending, and `rows`; the other arrays as in `rows`.
-    WANTS: there is no room for `listed` and `union`, or, once the union is listed, for `result`."""
+    NEEDS_MEMORY: there is no room for `listed` and `union`, or, once the union is listed, for `result`."""
     s = state[0]
     own_region = s["me"] * s["region_words"]
     outcome = next_step(state, ints)
@@ -352,7 +352,7 @@ def run(
     looks: int,
 ) -> int:  # fmt: skip
     """Take up to `steps` steps, until all are taken. Return earlier after `looks` looks in turn that allowed none, and
-    with CALLED when another rank sleeps, and its number in `woken`, int64 (ranks,), is not the one of this sleep.
+    with NEEDS_WAKE when another rank sleeps, and its number in `woken`, int64 (ranks,), is not the one of this sleep.
 
     Returns what the last step did.
     """

@@ -23,9 +23,11 @@ from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.compiling.claims import Kernel, are_kept, share_out
 from omnireduce.kernels.compiling.jit import has_compiler, kernel_files, watching_the_compiler
 from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
+from omnireduce.kernels.index_runs import expand_runs, list_runs
+from omnireduce.kernels.index_steps import STEP_BYTES, expand_steps, list_steps
 from omnireduce.kernels.interpret import run_on_blocks
 from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_every, plan_union
-from omnireduce.kernels.pack import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
+from omnireduce.kernels.nonzero_blocks import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
 from omnireduce.kernels.reducers import reducer_of
 from omnireduce.kernels.regions import (
@@ -38,9 +40,7 @@ from omnireduce.kernels.regions import (
     get_counter,
     set_counter,
 )
-from omnireduce.kernels.runs import expand_runs, list_runs
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
-from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
 from omnireduce.support.progress import Ticker
 
 # The types in which blocks and rows are added; narrow floats are added as float32. In the same order in every process.

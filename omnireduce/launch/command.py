@@ -119,7 +119,7 @@ def run(command: tuple[str, ...], **options: Any) -> None:
         sys.exit(launch_elastic(request))
     if request.launcher in STARTED_BY_US:
         sys.exit(launch(request))
-    from omnireduce.launch.other_launchers import start_other
+    from omnireduce.launch.launcher_commands import start_other
 
     sys.exit(launch(request, start_other))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from omnireduce.launch.connection import Connection
 from omnireduce.launch.hosts import Slot
 from omnireduce.support.config.schema import SECRET_VARIABLE
-from omnireduce.support.launchers import variables_of_launchers
+from omnireduce.support.launcher_variables import variables_of_launchers
 
 
 @dataclass

@@ -11,7 +11,7 @@ opt = ddp.DistributedOptimizer(opt)
 from __future__ import annotations
 
 from omnireduce.needle.training import DistributedOptimizer, broadcast_parameters, init, partition_dataset
-from omnireduce.runtime.rank.world import is_initialized, rank, shutdown, size
+from omnireduce.runtime.rank.global_communicator import is_initialized, rank, shutdown, size
 
 __all__ = [
     "DistributedOptimizer",

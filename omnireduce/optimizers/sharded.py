@@ -33,7 +33,7 @@ from omnireduce.optimizers.saved_state import (
     share_of,
     write_part,
 )
-from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank import global_communicator
 from omnireduce.runtime.rank.calls.arguments import check_root, find_overlap
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
@@ -161,7 +161,7 @@ class ShardedOptimizer:
         *, clip_norm: float | None = None, clip_value: float | None = None, tables: Collection[str] = (),
         comm: Communicator | None = None, root: int = 0, name: str = "optimizer",
     ) -> None:  # fmt: skip
-        self.comm = world.running() if comm is None else comm
+        self.comm = global_communicator.running() if comm is None else comm
         check_rule(rule)
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise UsageError(f"name {name!r}: expected up to 40 letters, digits, '.' and '-'")

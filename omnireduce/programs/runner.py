@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def agreement_terms(pipeline: Pipeline, sizes: Sizes, inputs: Iterable[tuple[Input, Array]]) -> list[tuple[str, str]]:
-    """Names and values for `check_alike`: the program, its sizes, numbers and Replicated tensors."""
+    """Names and values for `check_agreement`: the program, its sizes, numbers and Replicated tensors."""
     replicated = [
         (input_node.name, _describe(array))
         for input_node, array in inputs
@@ -162,7 +162,7 @@ def _commit(arrays: Mapping[Update, Array], results: Mapping[Update, Array]) -> 
 
 
 class Execution:
-    """`seat`: this rank in its group; `ranks`: the group; `pair`: gives the communicator of this rank and its partner
+    """One run of a program. `placement`: this rank in its group; `ranks`: the group; `group`: its number; `pair`: gives the communicator of this rank and its partner
     in another group, of the sender's group and the receiver's; `rooms`: arrays of earlier runs."""
 
     def __init__(

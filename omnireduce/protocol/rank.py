@@ -12,9 +12,9 @@ from omnireduce.core.wire.control import Aborted, Cause, ControlMessage, Goodbye
 from omnireduce.core.wire.safe_text import listed
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
-from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.collective import Collective, sum_of_host
 from omnireduce.protocol.collective.effects import Effect, End, Finish, ReturnCredit, SendControl, Wake, Warn
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.mismatches import MismatchError
 from omnireduce.protocol.collective.operands import Operand
 from omnireduce.protocol.collective.parallel import Parallel, ThreadPool
@@ -29,7 +29,7 @@ WARN_AFTER_S = 1.0  # a wait in memory of this length makes this rank say whom i
 REPORT_S = 1.0  # the least time between two reports of finished collectives
 
 
-class WorkerMachine:
+class RankMachine:
     """All collectives of one worker, over all shards, in the order of submission.
 
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
@@ -140,7 +140,8 @@ class WorkerMachine:
         return Collective(self._next_number, descriptor, operand, self._local_ranks.host, host_sum=host_sum)
 
     def _streams_for(self, collective: Collective) -> list[ShardStream]:
-        """The shards that this rank sends blocks to. All shards hear of a refusal, so that each knows the reason."""
+        """The shards that this rank sends blocks to. All of them hear of a refusal, so that each knows the reason. None if
+        all ranks are on one host."""
         if self.host is not None and self._local_ranks.hosts == 1:
             return []
         layout, refused = collective.operand.layout, collective.descriptor.refused

@@ -36,7 +36,7 @@ from omnireduce.protocol.collective.effects import AbortKind, Effect, End, Retur
 from omnireduce.protocol.collective.merge import NO_HEADER
 from omnireduce.protocol.collective.reduction import Reduction
 from omnireduce.protocol.counters import Wait
-from omnireduce.protocol.shard import AggregatorMachine, Inbox, ResultSlots
+from omnireduce.protocol.shard import Inbox, ResultSlots, ShardMachine
 
 REPORTS_AT_ONCE, REPORTS_PER_S = 100.0, 10.0  # reports of one member: an honest member sends a few in a second
 SILENT = 0.75  # the silent part of a wait: an upstream that waits says so each time that its wait has doubled
@@ -55,7 +55,7 @@ class _PendingResult:
     total_bytes: int = 0  # the length of the program's totals behind the last result
 
 
-class RelayMachine(AggregatorMachine):
+class RelayMachine(ShardMachine):
     """One generation of one job on a relay.
 
     Peers 0 to m - 1 are the members, in the order of their ranks, and m to 2m - 1 their uplinks, in the same order.

@@ -17,7 +17,6 @@ from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
-from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.block_programs import ProgramRun, ShardStates
 from omnireduce.protocol.collective.codecs import coding_of
 from omnireduce.protocol.collective.effects import (
@@ -31,11 +30,12 @@ from omnireduce.protocol.collective.effects import (
     Warn,
     kind_of,
 )
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.mismatches import BegunCall, MismatchError, check_refusals
 from omnireduce.protocol.collective.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.counters import Account, Wait
-from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.pending_job import THROUGH
+from omnireduce.protocol.sharding import Sharding
 from omnireduce.protocol.stalls import BUSY, STOOD_STILL, StallDetector
 
 
@@ -165,7 +165,7 @@ WAIT_TEXT_CHARACTERS = 500  # the longest text of a rank about the collective un
 ROUND_WORK, RANK_WORK = 1 << 16, 1 << 10  # work of one look at all ranks: a fixed part, and one for each rank
 
 
-class AggregatorMachine:
+class ShardMachine:
     """One generation of one job.
 
     `members[r]` names rank r in errors; on a relay `numbers[r]` is its rank in the job. `arena`: uint8 (ranks × slots,

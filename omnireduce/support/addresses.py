@@ -227,7 +227,7 @@ def listening_target(host: str, port: int = 0) -> Target:
 
 
 def listen(host: str, port: int, backlog: int) -> socket.socket:
-    """Listen by TCP at the address of `where_to_listen` (port 0: any free port), non-blocking. Raises OSError."""
+    """Listen by TCP at the address of `listening_target` (port 0: any free port), non-blocking. Raises OSError."""
     target = listening_target(host, port)
     is_dual_stack = target.family == socket.AF_INET6 and is_wildcard(target.host)
     listener = socket.create_server(target.address, family=target.family, backlog=backlog, dualstack_ipv6=is_dual_stack)

@@ -101,7 +101,7 @@ def report_left_out() -> None:
 class LimitedHandler(logging.StreamHandler[TextIO]):
     """Writes lines within the limits above. A separate line says how many lines were left out.
 
-    This line comes before the next line of a later second, or when `tell_left_out` is called. If this minute's bytes
+    This line comes before the next line of a later second, or when `report_left_out` is called. If this minute's bytes
     are used up, it comes in the next minute.
     """
 

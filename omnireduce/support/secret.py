@@ -98,7 +98,7 @@ def read_secrets(name: str | Path, key: str, team: str = "") -> list[Secret]:
 
 
 def read_lines(name: str | Path, key: str, noun: str) -> list[bytes]:
-    """The lines of a private file, 1 to MOST_LINES, without the white space around them. Errors call such a line
+    """The lines of a private file, 1 to MAX_LINES, without the white space around them. Errors call such a line
     `noun`. Raises ConfigError, which names `key` or the file."""
     return _lines(read_private(name, key, most_bytes=MAX_LINES * (MAX_BYTES + 2)), str(name), noun)
 

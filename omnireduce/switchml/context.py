@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Self
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_line
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.global_communicator import connect
 from omnireduce.runtime.rank.launcher_detection import own_launch
 from omnireduce.runtime.rank.shared_errors import report_errors_to
-from omnireduce.runtime.rank.world import connect
 from omnireduce.support.config import Config
 from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import tagged

@@ -89,7 +89,7 @@ def exchange_slice(processor: PrePostProcessor, job_slice: JobSlice, exchange: E
 
 
 class PacketJob:
-    """A job that was handed to `Packets`."""
+    """A job that was handed to `PacketStarter`."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future

@@ -34,7 +34,7 @@ from omnireduce.data_parallel.session import (
     submit_named,
 )
 from omnireduce.errors import UsageError
-from omnireduce.torch.sparse import rows_of, sparse_of
+from omnireduce.torch.sparse_rows import rows_of, sparse_of
 from omnireduce.torch.tensors import (
     Handle,
     array_of,

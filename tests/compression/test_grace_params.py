@@ -13,7 +13,7 @@ import omnireduce as omni
 from omnireduce import Communicator, UsageError
 from omnireduce.compression import grace, grace_from_params
 from omnireduce.compression.grace.params import COMMUNICATORS, COMPRESSORS, GPU_NAMES, MEMORIES
-from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank import global_communicator
 
 GRACE_HAS = [
     *("none", "adaq", "dgc", "efsignsgd", "fp16", "inceptionn", "natural", "onebit", "powersgd", "qsgd", "randomk"),
@@ -198,7 +198,7 @@ def test_communicators_of_the_users_own(daemon: Daemon, monkeypatch: pytest.Monk
     """Derived as GRACE has them for Horovod, and for torch.distributed; made by name, on the global communicator."""
 
     def run(comm: Communicator) -> list[list[float]]:
-        monkeypatch.setattr(world, "_global", comm)
+        monkeypatch.setattr(global_communicator, "_global", comm)
         results = []
         for kind in (Own, Whole):
             made = grace_from_params({"compressor": "fp16", "communicator": f"{__name__}:{kind.__name__}"})

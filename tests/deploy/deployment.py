@@ -16,7 +16,7 @@ import numpy as np
 from local_cluster import READY_S, ROOT, WAIT_S, Process, configured, eventually, run_job
 
 from omnireduce import RefusedError
-from omnireduce.runtime.shard.admission import MAX_UNIDENTIFIED
+from omnireduce.runtime.shard.pending_connections import MAX_UNIDENTIFIED
 from omnireduce.support.config import Aggregator
 from omnireduce.transport.framing import CONTROL_LIMIT, READ_BYTES, SMALL_LIMIT
 

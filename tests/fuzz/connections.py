@@ -145,7 +145,7 @@ def _connection(data: bytes, teams: Teams | None) -> str:
             server.turn(0.0)
             if not server._connections:
                 break
-    membership = server._membership
+    admission = server._admission
     server._selector.close()
     kept: list[Sized] = [
         server._connections,
@@ -153,8 +153,8 @@ def _connection(data: bytes, teams: Teams | None) -> str:
         server._connections.closing,
         server._status_requests,
     ]
-    kept += [server._jobs, server._teardown._members, membership._pending_jobs, membership._running, membership._held]
-    kept += [membership._compilers._by_connection, membership._compilers._last_connections]
+    kept += [server._jobs, server._teardown._members, admission._pending_jobs, admission._running, admission._held]
+    kept += [admission._compilers._by_connection, admission._compilers._last_connections]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason
         broken, counted = answers.count(b"protocol error: "), server._pages._aborts["violation"]

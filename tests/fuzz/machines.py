@@ -22,9 +22,9 @@ from omnireduce.core.wire.safe_text import UNDECODABLE
 from omnireduce.errors import OmniReduceError, ProtocolError, UsageError
 from omnireduce.protocol.collective.effects import Effect, End, Finish, Send
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed
-from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.protocol.shard import AggregatorMachine
+from omnireduce.protocol.collective.ragged_parts import COUNT_BYTES, RaggedParts, packed
+from omnireduce.protocol.rank import RankMachine
+from omnireduce.protocol.shard import ShardMachine
 from omnireduce.runtime.rank.calls.objects import from_bytes, to_bytes
 from omnireduce.runtime.rank.calls.single import Pool
 
@@ -85,7 +85,7 @@ def upward(data: bytes) -> str:
 
 def _upward(data: bytes, order: tuple[int, int]) -> str:
     arena, results = Guarded((2 * SLOTS, SLOT_BYTES)), Guarded((SLOTS, SLOT_BYTES))
-    machine = AggregatorMachine(RANKS, arena.array, results.array)
+    machine = ShardMachine(RANKS, arena.array, results.array)
     effects: list[Effect] = []
     for rank in order:
         message = (WHOLE if rank == 0 else data)[:SLOT_BYTES]
@@ -122,10 +122,10 @@ def downward(data: bytes) -> str:
     return outcome
 
 
-def busy_worker(send: Guarded, receive: Guarded) -> tuple[Guarded, WorkerMachine, list[Effect]]:
+def busy_worker(send: Guarded, receive: Guarded) -> tuple[Guarded, RankMachine, list[Effect]]:
     tensor = Guarded((TENSOR.layout.elements,), np.float32)
     tensor.array[:] = 1
-    machine = WorkerMachine([(send.array, receive.array)], ["a:1"], RANKS[0], rank=0, scan_span=1 << 20, timeout_s=60.0)
+    machine = RankMachine([(send.array, receive.array)], ["a:1"], RANKS[0], rank=0, scan_span=1 << 20, timeout_s=60.0)
     mask = element_type(np.float32).zero_mask
     machine.submit(TENSOR, DenseTensor(tensor.array, tensor.array, TENSOR.layout, mask), 0.0)
     return tensor, machine, list(machine.advance(0.0))
@@ -170,7 +170,7 @@ def _unpacked(decoded: dict[int, int], numbers: Array, rows: Array, width: int) 
     """Outcome of the packets, if each item has `width` numbers of 4 bytes."""
     layout, like = Layout(2 * MOST_PACKETS * PACKET_BYTES, PACKET_BYTES), np.empty((0, width), np.int32)
     own_packets = packed(np.ones((3, width), np.int32))
-    operand = Packets(own_packets, like, layout, Pool().take, rank=0, senders=range(2), max_packets=MOST_PACKETS)
+    operand = RaggedParts(own_packets, like, layout, Pool().take, rank=0, senders=range(2), max_packets=MOST_PACKETS)
     operand.put(rows, numbers, np.zeros(len(decoded), np.bool_), False)
     try:
         operand.finish()

@@ -13,8 +13,8 @@ from oracle import indices_of_runs
 
 from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Stripes
+from omnireduce.kernels.index_runs import expand_runs, list_runs
 from omnireduce.kernels.merge import MARK_SHIFT
-from omnireduce.kernels.runs import expand_runs, list_runs
 
 FAR = 2**40  # beyond what 32 bits can count
 LARGEST = 2**MARK_SHIFT - 1

@@ -14,8 +14,15 @@ from samples import DTYPES, Array, awkward_values, sparse_tensor
 
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.core.layout import Layout
-from omnireduce.kernels.density import nonzero_blocks
-from omnireduce.kernels.pack import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
+from omnireduce.kernels.nonzero_blocks import (
+    deal_rows,
+    list_blocks,
+    list_noted,
+    nonzero_blocks,
+    pack_blocks,
+    pack_listed,
+    pack_rows,
+)
 from omnireduce.kernels.scatter import scatter_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)

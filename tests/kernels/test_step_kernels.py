@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import indices_of_steps, steps_of
 
+from omnireduce.kernels.index_steps import STEP_BYTES, expand_steps, list_steps
 from omnireduce.kernels.merge import MARK_SHIFT
-from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
 
 LARGEST = 2**MARK_SHIFT - 1
 INDICES = st.lists(

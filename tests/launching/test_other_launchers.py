@@ -15,10 +15,10 @@ from launches import FAMILY, are_gone, launched, lines, python, run
 from local_cluster import MPIRUN, READY_S, WAIT_S
 
 from omnireduce.errors import ConfigError
-from omnireduce.launch import other_launchers
+from omnireduce.launch import launcher_commands
 from omnireduce.launch.hosts import Host
 from omnireduce.launch.job import InterruptedLaunchError, LaunchedJob
-from omnireduce.launch.other_launchers import _is_open_mpi, launcher_command, wrap_command
+from omnireduce.launch.launcher_commands import _is_open_mpi, launcher_command, wrap_command
 from omnireduce.launch.output import UnchangedOutput
 from omnireduce.launch.plan import LaunchRequest
 from omnireduce.runtime.rank.launcher_detection import detect_launch, launch_id
@@ -117,7 +117,7 @@ def test_an_mpirun_that_does_not_end_is_waited_for_no_longer(
     """Also where a child of it keeps its output."""
     (tmp_path / "mpirun").write_text("#!/bin/sh\nsleep 1000 &\nwait\n")
     (tmp_path / "mpirun").chmod(0o700)
-    monkeypatch.setattr(other_launchers, "_VERSION_S", 1000.0 if is_interrupted else 0.1)
+    monkeypatch.setattr(launcher_commands, "_VERSION_S", 1000.0 if is_interrupted else 0.1)
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     if is_interrupted:
         os.write(idle._wake_writer.fileno(), bytes([signal.SIGINT]))

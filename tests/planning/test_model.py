@@ -20,8 +20,8 @@ from omnireduce.console.plan.model import (
 )
 from omnireduce.console.plan.patterns import DrawnPatterns, Load, SummedPatterns, load_of
 from omnireduce.core.layout import Layout
-from omnireduce.protocol.collective.block_lists import MessageSizing
-from omnireduce.protocol.host.groups import CHUNK_BYTES
+from omnireduce.protocol.collective.index_lists import MessageSizing
+from omnireduce.protocol.sharding import CHUNK_BYTES
 
 BLOCK_BYTES, BLOCKS = 1024, 20_000
 FREE = Costs(*[0.0] * len(Costs._fields))

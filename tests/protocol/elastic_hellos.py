@@ -7,8 +7,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello
+from omnireduce.protocol.joining.admission import Admission, AdmissionEffect, Admit
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.membership import Admit, Membership, MembershipEffect
 from omnireduce.protocol.joining.tickets import ticket
 
 LIMITS = Limits(max_jobs=3, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)
@@ -26,17 +26,17 @@ def hello(rank: int, *, min_ranks: int = 1, max_ranks: int = 3, survived: int = 
     return replace(request, ticket=ticket(b"", request, survived)) if survived and "ticket" not in changes else request
 
 
-def last(membership: Membership) -> int:
+def last(admission: Admission) -> int:
     """The formation that survivors come from."""
-    return max(1, membership._next_generation - 1)
+    return max(1, admission._next_generation - 1)
 
 
-def come(membership: Membership, *ranks: int, now: float = 0.0, survivor: bool = False, **changes: Any) -> list[Any]:
+def come(admission: Admission, *ranks: int, now: float = 0.0, survivor: bool = False, **changes: Any) -> list[Any]:
     """Say hello as `ranks`, from connections named after them; return the effects of the last one."""
-    effects: list[MembershipEffect] = []
-    changes = {"survived": last(membership) if survivor else 0} | changes
+    effects: list[AdmissionEffect] = []
+    changes = {"survived": last(admission) if survivor else 0} | changes
     for rank in ranks:
-        effects = list(membership.hello(rank, hello(rank, **changes), now))
+        effects = list(admission.hello(rank, hello(rank, **changes), now))
     return effects
 
 
@@ -45,7 +45,7 @@ def places(admit: Admit) -> list[tuple[object, int, int]]:
     return [(key, each.rank, each.world_size) for key, each in zip(admit.keys, admit.hellos, strict=True)]
 
 
-def running(membership: Membership, *ranks: int) -> Admit:
-    (admit,) = come(membership, *ranks, max_ranks=len(ranks))
+def running(admission: Admission, *ranks: int) -> Admit:
+    (admit,) = come(admission, *ranks, max_ranks=len(ranks))
     assert isinstance(admit, Admit)
     return admit

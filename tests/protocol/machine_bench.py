@@ -15,8 +15,8 @@ from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import ControlMessage, Goodbye
 from omnireduce.protocol.collective.effects import Effect, End, Finish, ReturnCredit, Send, SendControl, Warn
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.protocol.shard import AggregatorMachine
+from omnireduce.protocol.rank import RankMachine
+from omnireduce.protocol.shard import ShardMachine
 
 RANKS, SLOTS, BLOCK, BLOCKS = 2, 2, 8, 6
 DESCRIPTOR = Descriptor("allreduce", "w", "float32", (BLOCK * BLOCKS,), block_size=BLOCK)
@@ -29,7 +29,7 @@ class Bench:
     `held`: received and not returned; `under_way`: sent and not credited, both as (peer, slot). `ended` as reported.
     """
 
-    def __init__(self, machine: AggregatorMachine | WorkerMachine, peers: int, incoming: Callable[[int, int], Array]):
+    def __init__(self, machine: ShardMachine | RankMachine, peers: int, incoming: Callable[[int, int], Array]):
         self.machine, self.peers, self.incoming = machine, peers, incoming
         self.held: set[tuple[int, int]] = set()
         self.under_way: set[tuple[int, int]] = set()
@@ -96,14 +96,14 @@ def garbage(slot: Array) -> int:
 
 def aggregator() -> Bench:
     arena, results = np.zeros((RANKS * SLOTS, SLOT_BYTES), np.uint8), np.zeros((SLOTS, SLOT_BYTES), np.uint8)
-    machine = AggregatorMachine(["rank 0", "rank 1"], arena, results)
+    machine = ShardMachine(["rank 0", "rank 1"], arena, results)
     return Bench(machine, RANKS, lambda rank, slot: arena[rank * SLOTS + slot])
 
 
 def worker() -> Bench:
     """Two shards, one block a stripe."""
     slots = [(np.zeros((SLOTS, SLOT_BYTES), np.uint8), np.zeros((SLOTS, SLOT_BYTES), np.uint8)) for _ in range(2)]
-    machine = WorkerMachine(slots, ["a:1", "b:2"], "me", rank=0, scan_span=64, timeout_s=60.0)
+    machine = RankMachine(slots, ["a:1", "b:2"], "me", rank=0, scan_span=64, timeout_s=60.0)
     return Bench(machine, 2, lambda shard, slot: slots[shard][1][slot])
 
 
@@ -111,6 +111,6 @@ def submit(bench: Bench, elements: int = BLOCK * BLOCKS) -> Array:
     """Submit a tensor of ones, to be summed in place, and return it."""
     x = np.ones(elements, np.float32)
     operand = DenseTensor(x, x, Layout(elements, BLOCK, 2, 1), element_type(x.dtype).zero_mask)
-    assert isinstance(bench.machine, WorkerMachine)
+    assert isinstance(bench.machine, RankMachine)
     bench.machine.submit(DESCRIPTOR, operand, bench.now)
     return x

@@ -15,14 +15,14 @@ from omnireduce.core.status_messages import MAX_TOTAL, LateRank, Status, StatusR
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Report, decode_control, encode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.counters import Account
-from omnireduce.protocol.shard import AggregatorMachine
+from omnireduce.protocol.shard import ShardMachine
 from omnireduce.runtime.shard.status_requests import StatusPages
 
 BLOCK = 8
 
 
-def machine(bench: Bench) -> AggregatorMachine:
-    assert isinstance(bench.machine, AggregatorMachine)
+def machine(bench: Bench) -> ShardMachine:
+    assert isinstance(bench.machine, ShardMachine)
     return bench.machine
 
 

@@ -8,16 +8,16 @@ import pytest
 from elastic_hellos import LIMITS, come, hello, running
 
 from omnireduce.core.wire.control import Pending, Refused
+from omnireduce.protocol.joining.admission import Admission, Admit, Answer
 from omnireduce.protocol.joining.intake import DRAINING, MAX_ENDED, SHUTTING_DOWN, Intake
-from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 
 FIXED = {"min_ranks": 0, "last_call_s": 0.0}
 WHY = "the operator ended this job"
 
 
-def drained(membership: Membership) -> Membership:
-    membership.intake.drain(membership.held_hellos)
-    return membership
+def drained(admission: Admission) -> Admission:
+    admission.intake.drain(admission.held_hellos)
+    return admission
 
 
 def refusal(effects: list[Any]) -> tuple[str, bool]:
@@ -27,92 +27,92 @@ def refusal(effects: list[Any]) -> tuple[str, bool]:
 
 
 def test_a_job_that_gathers_may_begin_and_a_new_one_may_not() -> None:
-    membership = Membership(LIMITS)
-    come(membership, 0, max_ranks=2, **FIXED)
-    drained(membership)
-    assert refusal(come(membership, 1, max_ranks=2, job="new", **FIXED)) == (DRAINING, True)
-    (admit,) = come(membership, 1, max_ranks=2, **FIXED)
+    admission = Admission(LIMITS)
+    come(admission, 0, max_ranks=2, **FIXED)
+    drained(admission)
+    assert refusal(come(admission, 1, max_ranks=2, job="new", **FIXED)) == (DRAINING, True)
+    (admit,) = come(admission, 1, max_ranks=2, **FIXED)
     assert isinstance(admit, Admit)
-    assert refusal(come(membership, 0, max_ranks=2, **FIXED)) == (DRAINING, True)  # a second start of it is a new job
+    assert refusal(come(admission, 0, max_ranks=2, **FIXED)) == (DRAINING, True)  # a second start of it is a new job
 
 
 def test_an_elastic_job_may_be_formed_anew_and_taken_up_again() -> None:
-    membership = Membership(LIMITS)
-    first = running(membership, 0, 1)
-    drained(membership)
-    assert isinstance(come(membership, 5, max_ranks=2)[0].message, Pending)  # it was started again
-    membership.connection_ended(5, 0.0)
-    membership.finished(first.generation, 0.0)
-    membership.released(first.generation)
-    come(membership, 0, max_ranks=2, survivor=True)
-    (again,) = come(membership, 1, max_ranks=2, survivor=True)
+    admission = Admission(LIMITS)
+    first = running(admission, 0, 1)
+    drained(admission)
+    assert isinstance(come(admission, 5, max_ranks=2)[0].message, Pending)  # it was started again
+    admission.connection_ended(5, 0.0)
+    admission.finished(first.generation, 0.0)
+    admission.released(first.generation)
+    come(admission, 0, max_ranks=2, survivor=True)
+    (again,) = come(admission, 1, max_ranks=2, survivor=True)
     assert isinstance(again, Admit)
-    assert refusal(come(membership, 2, max_ranks=1, job="other")) == (DRAINING, True)
+    assert refusal(come(admission, 2, max_ranks=1, job="other")) == (DRAINING, True)
 
 
 def test_a_formation_of_a_job_that_began_while_it_drained_is_known() -> None:
-    membership, there = Membership(LIMITS), {"shard": 1, "shards": 2, "min_ranks": 0, "max_ranks": 2}
-    come(membership, 0, formation=7, **there)
-    drained(membership)
-    assert isinstance(come(membership, 1, formation=7, **there)[0], Admit)
-    assert isinstance(come(membership, 2, formation=8, **(there | {"max_ranks": 3}))[0].message, Pending)
-    assert refusal(come(membership, 1, formation=8, job="new", **there)) == (DRAINING, True)
+    admission, there = Admission(LIMITS), {"shard": 1, "shards": 2, "min_ranks": 0, "max_ranks": 2}
+    come(admission, 0, formation=7, **there)
+    drained(admission)
+    assert isinstance(come(admission, 1, formation=7, **there)[0], Admit)
+    assert isinstance(come(admission, 2, formation=8, **(there | {"max_ranks": 3}))[0].message, Pending)
+    assert refusal(come(admission, 1, formation=8, job="new", **there)) == (DRAINING, True)
 
 
 def test_what_is_taken_back_is_forgotten() -> None:
-    membership = drained(Membership(LIMITS))
-    membership.intake.resume()
-    assert isinstance(come(membership, 0)[0].message, Pending)
-    assert refusal(list(membership.turn_away())) == (SHUTTING_DOWN, True)
-    for change in (membership.intake.resume, lambda: membership.intake.drain([])):
+    admission = drained(Admission(LIMITS))
+    admission.intake.resume()
+    assert isinstance(come(admission, 0)[0].message, Pending)
+    assert refusal(list(admission.turn_away())) == (SHUTTING_DOWN, True)
+    for change in (admission.intake.resume, lambda: admission.intake.drain([])):
         change()  # a shard that stops goes on to stop
-        assert refusal(come(membership, 1)) == (SHUTTING_DOWN, True)
+        assert refusal(come(admission, 1)) == (SHUTTING_DOWN, True)
 
 
 def test_a_job_that_was_ended_does_not_come_back() -> None:
     """Not its survivors, nor those of its launch who are started again; who waits for it is refused at once."""
-    membership = Membership(LIMITS)
-    old = running(membership, 0, 1)
-    come(membership, 7, max_ranks=2)
-    answers = list(membership.end(lambda spec: spec.job == "job", WHY, 5.0))
+    admission = Admission(LIMITS)
+    old = running(admission, 0, 1)
+    come(admission, 7, max_ranks=2)
+    answers = list(admission.end(lambda spec: spec.job == "job", WHY, 5.0))
     assert answers == [Answer(7, Refused(WHY))]
-    membership.finished(old.generation, 5.0)
-    assert refusal(come(membership, 0, max_ranks=2, survivor=True, now=6.0)) == (WHY, False)
-    assert isinstance(come(membership, 1, max_ranks=2, now=6.0)[0].message, Pending)  # by hand: perhaps another start
-    membership.connection_ended(1, 6.0)
+    admission.finished(old.generation, 5.0)
+    assert refusal(come(admission, 0, max_ranks=2, survivor=True, now=6.0)) == (WHY, False)
+    assert isinstance(come(admission, 1, max_ranks=2, now=6.0)[0].message, Pending)  # by hand: perhaps another start
+    admission.connection_ended(1, 6.0)
     late = 5.0 + LIMITS.join_timeout_s
-    assert isinstance(come(membership, 0, max_ranks=2, survivor=True, now=late)[0].message, Pending)
+    assert isinstance(come(admission, 0, max_ranks=2, survivor=True, now=late)[0].message, Pending)
 
 
 def test_survivors_that_have_left_before_the_shard_hears_of_the_end_are_refused() -> None:
     """Another shard has told them. Those of a later start, which has the same name, are not meant."""
-    membership = Membership(LIMITS)
-    old = running(membership, 0, 1)
-    membership.finished(old.generation, 4.0)
-    assert list(membership.end(lambda spec: spec.job == "job", WHY, 5.0)) == []
-    assert refusal(come(membership, 0, max_ranks=2, survivor=True, now=6.0)) == (WHY, False)
-    new = running(membership, 2, 3)
-    membership.finished(new.generation, 6.0)
+    admission = Admission(LIMITS)
+    old = running(admission, 0, 1)
+    admission.finished(old.generation, 4.0)
+    assert list(admission.end(lambda spec: spec.job == "job", WHY, 5.0)) == []
+    assert refusal(come(admission, 0, max_ranks=2, survivor=True, now=6.0)) == (WHY, False)
+    new = running(admission, 2, 3)
+    admission.finished(new.generation, 6.0)
     survivor = hello(2, max_ranks=2, survived=new.hellos[0].formation, ticket=new.hellos[0].ticket)
-    (answer,) = membership.hello(2, survivor, 7.0)
+    (answer,) = admission.hello(2, survivor, 7.0)
     assert isinstance(answer.message, Pending)
 
 
 def test_of_a_launch_nobody_comes_back() -> None:
-    membership = Membership(LIMITS)
-    come(membership, 0, launch="one", max_ranks=2, **FIXED)
-    list(membership.end(lambda spec: True, WHY, 0.0))
-    assert refusal(come(membership, 1, launch="one", max_ranks=2, **FIXED)) == (WHY, False)
-    assert isinstance(come(membership, 1, launch="two", max_ranks=2, **FIXED)[0].message, Pending)
-    assert isinstance(come(membership, 0, launch="one", max_ranks=2, job="other", **FIXED)[0].message, Pending)
+    admission = Admission(LIMITS)
+    come(admission, 0, launch="one", max_ranks=2, **FIXED)
+    list(admission.end(lambda spec: True, WHY, 0.0))
+    assert refusal(come(admission, 1, launch="one", max_ranks=2, **FIXED)) == (WHY, False)
+    assert isinstance(come(admission, 1, launch="two", max_ranks=2, **FIXED)[0].message, Pending)
+    assert isinstance(come(admission, 0, launch="one", max_ranks=2, job="other", **FIXED)[0].message, Pending)
 
 
 def test_only_those_that_are_meant_end() -> None:
-    membership = Membership(LIMITS)
-    come(membership, 0, job="a")
-    come(membership, 1, job="b")
-    assert list(membership.end(lambda spec: spec.job == "b", WHY, 0.0)) == [Answer(1, Refused(WHY))]
-    assert membership.gathers == 1
+    admission = Admission(LIMITS)
+    come(admission, 0, job="a")
+    come(admission, 1, job="b")
+    assert list(admission.end(lambda spec: spec.job == "b", WHY, 0.0)) == [Answer(1, Refused(WHY))]
+    assert admission.gathers == 1
 
 
 def test_a_shard_remembers_a_bounded_number_of_jobs() -> None:

@@ -17,9 +17,9 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import element_type
 from omnireduce.core.layout import ALL_STRIPES, Layout
 from omnireduce.core.wire.blocks import HEADER_BYTES, seal
+from omnireduce.kernels.index_runs import expand_runs
+from omnireduce.kernels.index_steps import expand_steps
 from omnireduce.kernels.merge import admit_indices
-from omnireduce.kernels.runs import expand_runs
-from omnireduce.kernels.steps import expand_steps
 from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
 

@@ -14,9 +14,9 @@ from omnireduce.core.dtypes import element_type
 from omnireduce.core.wire.blocks import HEADER_BYTES, MAX_BLOCKS, seal
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.host.groups import Sharding
-from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.protocol.shard import AggregatorMachine
+from omnireduce.protocol.rank import RankMachine
+from omnireduce.protocol.shard import ShardMachine
+from omnireduce.protocol.sharding import Sharding
 
 BLOCK, BLOCKS, STRIPE = 8, 24, 4  # shard 0 of 2 has blocks 0 to 3, 8 to 11, 16 to 19
 DESCRIPTOR = Descriptor("allreduce", "w", "float32", (BLOCKS * BLOCK,), block_size=BLOCK)
@@ -60,7 +60,7 @@ def written(slot: Array, count: int, runs: Runs, extra: bytes) -> int:
 def summed(count: int, runs: Runs) -> tuple[End | None, Array | None]:
     """Send such a message beside one of zeros. Return how the job ends, or the first result if it goes on."""
     arena, results = Guarded((4, SLOT_BYTES)), Guarded((2, SLOT_BYTES))
-    machine = AggregatorMachine(["rank 0", "rank 1"], arena.array, results.array, sharding=Sharding(2, STRIPE))
+    machine = ShardMachine(["rank 0", "rank 1"], arena.array, results.array, sharding=Sharding(2, STRIPE))
     for rank, (blocks, listed) in enumerate([(0, ()), (count, runs)]):
         nbytes = written(arena.array[2 * rank], blocks, listed, DESCRIPTOR.encoded)
         list(machine.received(rank, 0, nbytes, 0.0))
@@ -75,7 +75,7 @@ def placed(count: int, runs: Runs) -> tuple[End | None, Array]:
     slots = [(Guarded((2, SLOT_BYTES)), Guarded((2, SLOT_BYTES))) for _ in range(2)]
     tensor = Guarded((BLOCKS * BLOCK,), np.float32)
     tensor.array[:] = 1
-    machine = WorkerMachine(
+    machine = RankMachine(
         [(send.array, receive.array) for send, receive in slots],
         ["a:1", "b:2"],
         "rank 0",

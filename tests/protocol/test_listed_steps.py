@@ -13,7 +13,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import Header, read_header, seal
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.block_lists import TINY_BYTES, Lister
+from omnireduce.protocol.collective.index_lists import TINY_BYTES, Lister
 
 ROWS = 10_000
 

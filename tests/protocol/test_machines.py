@@ -23,8 +23,8 @@ from omnireduce.core.wire.control import (
     Waiting,
 )
 from omnireduce.protocol.collective.effects import ALL, End, Finish, Send, SendControl, Warn
-from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.protocol.shard import AggregatorMachine
+from omnireduce.protocol.rank import RankMachine
+from omnireduce.protocol.shard import ShardMachine
 
 
 def one_rank_began(bench: Bench) -> None:
@@ -151,7 +151,7 @@ def two_in_flight(bench: Bench) -> None:
 
 
 def left(bench: Bench) -> None:
-    assert isinstance(bench.machine, WorkerMachine)
+    assert isinstance(bench.machine, RankMachine)
     bench.perform(bench.machine.leave())
 
 
@@ -189,7 +189,7 @@ def test_worker_takes_every_event_in_every_state(state: Callable[[Bench], None],
     for peer in range(2):
         bench = worker()
         state(bench)
-        assert isinstance(bench.machine, WorkerMachine)
+        assert isinstance(bench.machine, RankMachine)
         for _ in range(3):
             if event.startswith("leave"):
                 bench.perform(bench.machine.leave(event.removeprefix("leave").strip()))
@@ -205,7 +205,7 @@ def test_random_walks(seed: int, steps: int) -> None:
         rng.choice(states)(bench)
         for _ in range(steps):
             EVENTS[rng.choice([*EVENTS])](bench, rng.randrange(2))
-            if isinstance(bench.machine, WorkerMachine) and bench.ended is None and rng.random() < 0.1:
+            if isinstance(bench.machine, RankMachine) and bench.ended is None and rng.random() < 0.1:
                 submit(bench, rng.choice([0, 1, BLOCK, BLOCK * BLOCKS]))
 
 
@@ -309,13 +309,13 @@ def test_an_idle_aggregator_has_no_deadline() -> None:
     bench = aggregator()
     complete(bench)
     assert bench.machine.deadline is None
-    assert isinstance(bench.machine, AggregatorMachine)
+    assert isinstance(bench.machine, ShardMachine)
     assert bench.machine.idle
 
 
 def test_a_crowd_that_is_waited_for_is_named_in_part() -> None:
     names = [f"rank {rank} (host {'h' * 200}, pid {rank})" for rank in range(1000)]
-    machine = AggregatorMachine(names, np.zeros((2000, 4096), np.uint8), np.zeros((2, 4096), np.uint8))
+    machine = ShardMachine(names, np.zeros((2000, 4096), np.uint8), np.zeros((2, 4096), np.uint8))
     for rank in range(999):
         assert [
             effect.message for effect in machine.control_received(rank, Leave(), 0.0) if isinstance(effect, SendControl)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.protocol.collective.block_lists import LONGER, SHARE, MessageSizing
+from omnireduce.protocol.collective.index_lists import LONGER, SHARE, MessageSizing
 
 LENGTHS = MessageSizing.for_network(1 << 20)
 BLOCK_BYTES = 1 << 10

@@ -7,7 +7,7 @@ import pytest
 
 from omnireduce.core.wire.blocks import HEADER_BYTES
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.block_lists import MessageSizing
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.stream import ShardStream
 
 

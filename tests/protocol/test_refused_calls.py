@@ -12,7 +12,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.collective.packets import COUNT_BYTES, Packets, packed, packed_refusal
+from omnireduce.protocol.collective.ragged_parts import COUNT_BYTES, RaggedParts, packed, packed_refusal
 from omnireduce.runtime.rank.calls.single import Pool
 
 SHAPES: dict[str, list[list[int]]] = {  # the ranks of each host
@@ -98,13 +98,15 @@ def test_what_some_refuse_ends_the_job(
     cluster.check_guards()
 
 
-def unpacked(rows: Array) -> Packets:
+def unpacked(rows: Array) -> RaggedParts:
     limit = 4
     cluster = InprocCluster(2)
     descriptor = Descriptor("allgather_ragged", "", "uint8", (), item_bytes=1, parts=2, packets=limit)
     own_packets = packed(np.arange(9, dtype=np.uint8))
     layout = cluster.sharding.layout(descriptor)
-    packets = Packets(own_packets, own_packets[:0, 0], layout, Pool().take, rank=0, senders=range(2), max_packets=limit)
+    packets = RaggedParts(
+        own_packets, own_packets[:0, 0], layout, Pool().take, rank=0, senders=range(2), max_packets=limit
+    )
     numbers = np.concatenate((np.arange(len(own_packets)), limit + np.arange(len(rows))))
     packets.put(np.concatenate((own_packets, rows)), numbers, np.zeros(len(numbers), np.bool_), False)
     packets.finish()

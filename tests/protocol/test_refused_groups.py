@@ -9,35 +9,35 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_membership import LIMITS, hello, join
+from test_admission_machine import LIMITS, hello, join
 
 from omnireduce.core.wire.control import Pending, Refused
+from omnireduce.protocol.joining.admission import Admission, Admit, Answer
 from omnireduce.protocol.joining.checks import malformed
 from omnireduce.protocol.joining.failed_launches import MAX_FAILED_LAUNCHES
-from omnireduce.protocol.joining.membership import Admit, Answer, Membership
 
 JOB, GROUP, WHY = "job", "job+pair.1", "ranks [7]: expected different ranks from 0 to 3"
 RANKS = 4
 
 
-def running(**changes: Any) -> Membership:
+def running(**changes: Any) -> Admission:
     """A shard on which a job of four ranks runs."""
-    membership = Membership(LIMITS)
-    (admit,) = join(membership, *range(RANKS), world_size=RANKS, **changes)
+    admission = Admission(LIMITS)
+    (admit,) = join(admission, *range(RANKS), world_size=RANKS, **changes)
     assert isinstance(admit, Admit)
-    return membership
+    return admission
 
 
-def come(membership: Membership, rank: int, at: int, size: int, now: float = 0.0, **changes: Any) -> list[Any]:
+def come(admission: Admission, rank: int, at: int, size: int, now: float = 0.0, **changes: Any) -> list[Any]:
     """Rank `rank` of the job says hello as rank `at` of the group."""
     request = hello(at, size, **({"job": GROUP, "pid": 100 + rank, "parent_rank": rank} | changes))
-    return list(membership.hello((rank, now), request, now))
+    return list(admission.hello((rank, now), request, now))
 
 
-def refuse(membership: Membership, who: int, now: float = 0.0, **changes: Any) -> list[Any]:
+def refuse(admission: Admission, who: int, now: float = 0.0, **changes: Any) -> list[Any]:
     """Rank `who` of the job refuses to come to the group."""
     fields = {"job": GROUP, "rank": who, "pid": 100 + who, "parent_rank": who, "refuses": WHY, "world_size": RANKS}
-    return list(membership.hello((who, "refuses", now), hello(**(fields | changes)), now))
+    return list(admission.hello((who, "refuses", now), hello(**(fields | changes)), now))
 
 
 def refused_by(rank: int) -> Refused:
@@ -46,15 +46,15 @@ def refused_by(rank: int) -> Refused:
 
 @pytest.mark.parametrize("launch", ["", "mpirun-7"])
 def test_who_waits_and_who_comes_later_hears_it_and_the_next_attempt_is_sound(launch: str) -> None:
-    membership = running(launch=launch)
-    come(membership, 2, 0, 3, launch=launch)
-    first, other = refuse(membership, 3, launch=launch)
+    admission = running(launch=launch)
+    come(admission, 2, 0, 3, launch=launch)
+    first, other = refuse(admission, 3, launch=launch)
     assert first.message == Refused(WHY)
     assert (other.key, other.message) == ((2, 0.0), refused_by(3))
-    assert [each.message for each in come(membership, 3, 1, 3, 1.0, launch=launch)] == [Pending([0, 2], 2)]
-    assert [each.message for each in come(membership, 0, 2, 3, 1.0, launch=launch)] == [refused_by(3)]
-    come(membership, 2, 0, 3, 2.0, launch=launch)
-    assert isinstance(come(membership, 0, 2, 3, 2.0, launch=launch)[0], Admit)
+    assert [each.message for each in come(admission, 3, 1, 3, 1.0, launch=launch)] == [Pending([0, 2], 2)]
+    assert [each.message for each in come(admission, 0, 2, 3, 1.0, launch=launch)] == [refused_by(3)]
+    come(admission, 2, 0, 3, 2.0, launch=launch)
+    assert isinstance(come(admission, 0, 2, 3, 2.0, launch=launch)[0], Admit)
 
 
 @pytest.mark.parametrize(
@@ -76,34 +76,34 @@ def test_who_waits_and_who_comes_later_hears_it_and_the_next_attempt_is_sound(la
     ],
 )
 def test_a_stranger_ends_no_gathering(changes: dict[str, Any]) -> None:
-    membership = running()
-    come(membership, 0, 0, 2)
-    assert [each.key for each in refuse(membership, 3, **changes)] == [(3, "refuses", 0.0)]
-    assert isinstance(come(membership, 1, 1, 2)[0], Admit)
+    admission = running()
+    come(admission, 0, 0, 2)
+    assert [each.key for each in refuse(admission, 3, **changes)] == [(3, "refuses", 0.0)]
+    assert isinstance(come(admission, 1, 1, 2)[0], Admit)
 
 
 def test_a_gathering_of_another_team_under_the_same_name_goes_on() -> None:
-    membership = running(team="red")
-    come(membership, 0, 0, 2, team="blue")
-    assert len(refuse(membership, 3, team="red")) == 1
-    assert isinstance(come(membership, 1, 1, 2, team="blue")[0], Admit)
+    admission = running(team="red")
+    come(admission, 0, 0, 2, team="blue")
+    assert len(refuse(admission, 3, team="red")) == 1
+    assert isinstance(come(admission, 1, 1, 2, team="blue")[0], Admit)
 
 
 def test_who_has_left_the_job_refuses_nothing_any_more() -> None:
-    membership = running()
-    membership.departed(1, 3)
-    come(membership, 0, 0, 2)
-    assert len(refuse(membership, 3)) == 1
+    admission = running()
+    admission.departed(1, 3)
+    come(admission, 0, 0, 2)
+    assert len(refuse(admission, 3)) == 1
 
 
 def test_it_is_forgotten_after_the_time_to_join_and_only_few_are_remembered() -> None:
-    membership = running()
-    refuse(membership, 3)
+    admission = running()
+    refuse(admission, 3)
     for number in range(10 * MAX_FAILED_LAUNCHES):
-        refuse(membership, 3, job=f"job+group-{number}.1", now=1.0)
-    assert len(membership._failed_launches._failed) == MAX_FAILED_LAUNCHES
-    refuse(membership, 3, now=2.0)
-    assert isinstance(come(membership, 0, 0, 2, now=32.0)[0].message, Pending)
+        refuse(admission, 3, job=f"job+group-{number}.1", now=1.0)
+    assert len(admission._failed_launches._failed) == MAX_FAILED_LAUNCHES
+    refuse(admission, 3, now=2.0)
+    assert isinstance(come(admission, 0, 0, 2, now=32.0)[0].message, Pending)
 
 
 def test_a_rank_that_refuses_has_a_size_and_a_reason_that_can_be() -> None:
@@ -125,7 +125,7 @@ class Attempts:
     know what became of that. `heard`: by attempt and rank what became of it."""
 
     def __init__(self, attempts: list[Attempt], *, knows_size: bool) -> None:
-        self.membership, self._attempts, self._knows_size = running(), attempts, knows_size
+        self.admission, self._attempts, self._knows_size = running(), attempts, knows_size
         self._keys, self._waiting = count(), dict[Any, int]()
         self._left = {
             rank: [at for at, attempt in enumerate(attempts) if rank in attempt.ranks] for rank in range(RANKS)
@@ -149,15 +149,15 @@ class Attempts:
         else:
             request = hello(ranks.index(rank), len(ranks), **fields)
         self._waiting[key] = rank
-        for effect in self.membership.hello(key, request, 0.0):
+        for effect in self.admission.hello(key, request, 0.0):
             self._deal(effect)
 
     def _deal(self, effect: Any) -> None:
         if isinstance(effect, Admit):
             for key in effect.keys:
                 self._end(key, "admitted")
-            self.membership.finished(effect.generation, 0.0)
-            self.membership.released(effect.generation)
+            self.admission.finished(effect.generation, 0.0)
+            self.admission.released(effect.generation)
         elif isinstance(effect, Answer) and isinstance(effect.message, Refused):
             self._end(effect.key, effect.message.reason)
 
@@ -196,4 +196,4 @@ def test_whoever_comes_first_each_attempt_ends_alike_on_all_its_ranks(
         attempts.begin(attempts.ready[0])
     for key, outcome in attempts.expected():
         assert attempts.heard[key].endswith(outcome)
-    assert not attempts.membership._failed_launches._failed
+    assert not attempts.admission._failed_launches._failed

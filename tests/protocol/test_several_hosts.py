@@ -29,8 +29,8 @@ from omnireduce.kernels.chunk import NON_ZERO, PRESENT
 from omnireduce.kernels.regions import STATE
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.operands import DenseTensor, HostSum
-from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.host.state import Group, PassKind, preset
+from omnireduce.protocol.sharding import Sharding
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])

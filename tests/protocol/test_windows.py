@@ -12,7 +12,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import read_header, seal
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.block_lists import MessageSizing
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.merge import FORMATS, Combiner
 from omnireduce.protocol.collective.reduction import Budget, Reduction
 

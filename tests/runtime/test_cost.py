@@ -25,10 +25,10 @@ import pytest
 from omnireduce.core.descriptor import describe
 from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import capacity
-from omnireduce.kernels import pack, reduce
+from omnireduce.kernels import nonzero_blocks, reduce
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.rank import WorkerMachine
-from omnireduce.protocol.shard import AggregatorMachine
+from omnireduce.protocol.rank import RankMachine
+from omnireduce.protocol.shard import ShardMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.shm import ShmLink
@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
         for rank, (driver, x) in enumerate(zip(self.workers, tensors, strict=True)):
             with counted(f"rank {rank}"):
                 machine = driver.machine
-                assert isinstance(machine, WorkerMachine)
+                assert isinstance(machine, RankMachine)
                 descriptor = describe("allreduce", "", "float32", x.shape, "sum", BLOCK)
                 operand = DenseTensor(x, x, descriptor.layout, element_type(x.dtype).zero_mask)
                 machine.submit(descriptor, operand, time.monotonic())
@@ -81,10 +81,10 @@ def exchange() -> Iterator[Exchange]:
         link, other = ShmLink(near, "shard"), ShmLink(far, f"rank {rank}")
         link.attach(own_slots, results)
         other.attach(results, own_slots)
-        machine = WorkerMachine([(own_slots, results)], ["shard"], "me", rank=rank, scan_span=1 << 14, timeout_s=60.0)
+        machine = RankMachine([(own_slots, results)], ["shard"], "me", rank=rank, scan_span=1 << 14, timeout_s=60.0)
         workers.append(Driver(machine, [link], time.monotonic))
         links.append(other)
-    shard = Driver(AggregatorMachine(["rank 0", "rank 1"], arena, results), links, time.monotonic)
+    shard = Driver(ShardMachine(["rank 0", "rank 1"], arena, results), links, time.monotonic)
     made = Exchange(workers, shard)
     first = [np.ones(BLOCK, np.float32) for _ in range(2)]  # makes the work space, which later ones find
     made.run(first, lambda name: counting(Counter()))
@@ -158,7 +158,7 @@ def test_an_exchange_costs_one_send_per_rank_and_direction(exchange: Exchange, m
 @pytest.mark.parametrize(
     ("kernel", "arguments", "wide"),
     [
-        (pack._pack_run, "(u8[:,::1], u8[:,::1], b1, u8, i8, i8, i8, u8[:,::1], i8[::1], i8)", "v?por"),
+        (nonzero_blocks._pack_run, "(u8[:,::1], u8[:,::1], b1, u8, i8, i8, i8, u8[:,::1], i8[::1], i8)", "v?por"),
         (reduce.reduce_blocks, "(i8, f4[::1], i8[:,::1], f4[:,::1], i8)", "v?addps"),
     ],
     ids=["pack", "reduce"],

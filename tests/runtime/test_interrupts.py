@@ -27,7 +27,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.errors import AbortedError, RefusedError
 from omnireduce.protocol.collective.effects import Effect
 from omnireduce.protocol.collective.operands import DenseTensor
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.rank import engine, poller
 from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.communicator import Communicator
@@ -255,7 +255,7 @@ class Interrupting:
     Python stops tracing then; with the next `leave` of `machine` it goes on.
     """
 
-    def __init__(self, names: tuple[str, ...], lines: tuple[int, ...], machine: WorkerMachine) -> None:
+    def __init__(self, names: tuple[str, ...], lines: tuple[int, ...], machine: RankMachine) -> None:
         self.names, self.lines, self.count = names, lines, 0
         self._leave = machine.leave
         machine.leave = self.leave  # type: ignore[method-assign]
@@ -288,7 +288,7 @@ def lone_engine() -> tuple[engine.Engine, ShmLink, socket.socket]:
     link = ShmLink(near, "host:1")
     link.attach(private_slots(2, 65536), private_slots(2, 65536))
     slots = [(link.send_slots, link.receive_slots)]
-    machine = WorkerMachine(slots, ["host:1"], "me", rank=0, scan_span=1, timeout_s=9.0)
+    machine = RankMachine(slots, ["host:1"], "me", rank=0, scan_span=1, timeout_s=9.0)
     return engine.Engine(machine, [link], 0.0, BoundLog(logging.getLogger(__name__))), link, far
 
 
@@ -344,7 +344,7 @@ def test_last_words_may_wait_on_any_descriptor(high_descriptor: int, monkeypatch
         assert link.fileno() >= high_descriptor
         link.attach(private_slots(2, 65536), private_slots(2, 65536))
         slots = [(link.send_slots, link.receive_slots)]
-        machine = WorkerMachine(slots, ["host:1"], "me", rank=0, scan_span=1, timeout_s=9.0)
+        machine = RankMachine(slots, ["host:1"], "me", rank=0, scan_span=1, timeout_s=9.0)
         ours = engine.Engine(machine, [link], 0.0, BoundLog(logging.getLogger(__name__)))
         while not link.wants_write:
             link.send_control(b"x" * 60_000)

@@ -105,7 +105,7 @@ def test_a_job_that_fails_late_gives_back_what_it_has(monkeypatch: pytest.Monkey
         raise MemoryError("no work space")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime_job, "AggregatorMachine", fail)
+        patch.setattr(runtime_job, "ShardMachine", fail)
         for _ in range(3):
             for answer in joining(server):
                 assert isinstance(answer, Refused)

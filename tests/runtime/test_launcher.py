@@ -31,7 +31,7 @@ from omnireduce.runtime.rank.launcher_detection import (
 )
 from omnireduce.support.config import Cluster, Config, Security
 from omnireduce.support.config.validation import KEYS
-from omnireduce.support.launchers import HINTS, LAUNCHERS
+from omnireduce.support.launcher_variables import HINTS, LAUNCHERS
 from omnireduce.support.teams import Team
 
 OPEN_MPI = {

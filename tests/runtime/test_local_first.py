@@ -5,7 +5,7 @@ from __future__ import annotations
 from local_cluster import Ranks, unique_job
 
 from omnireduce import AbortedError, Communicator, Config
-from omnireduce.runtime.rank.world import first_of_host
+from omnireduce.runtime.rank.global_communicator import first_of_host
 
 
 def outcomes(config: Config, trace: list[str], *, fails: bool) -> list[object]:

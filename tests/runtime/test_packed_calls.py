@@ -24,7 +24,7 @@ from test_movement import DTYPES, raw
 from transports import by_transports, over
 
 from omnireduce import AbortedError, Communicator, Config, UsageError
-from omnireduce.protocol.collective.packets import packed, packet_count
+from omnireduce.protocol.collective.ragged_parts import packed, packet_count
 from omnireduce.runtime.rank.calls.objects import CODECS, MAX_DEPTH, FrontObject, from_bytes, to_bytes
 
 PLAIN_DATA: list[Any] = [

@@ -30,8 +30,8 @@ from omnireduce.core.wire.control import (
     decode_control,
     encode_control,
 )
+from omnireduce.protocol.joining.admission import AdmissionEffect, Admit, Answer
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect
 from omnireduce.runtime.shard.relay_admission import RETRY_S, Connected, Relaying, Upstream
 from omnireduce.support.secret import Secret
 from omnireduce.transport.base import Control, Lost
@@ -74,7 +74,7 @@ class Bench:
     """A relay whose connections are made when the test says so. `answers`: what its workers were told."""
 
     def __init__(self, secret: Secret | None = None, limits: Limits = LIMITS) -> None:
-        self.now, self.calls, self.effects = 0.0, list[Connected](), list[MembershipEffect]()
+        self.now, self.calls, self.effects = 0.0, list[Connected](), list[AdmissionEffect]()
         self.watched = Watched()
         self.relaying = Relaying(
             NAME, limits, Upstream([UP], self._connect),
@@ -85,7 +85,7 @@ class Bench:
         self.calls.append(done)
         return lambda: self.calls.remove(done) if done in self.calls else None
 
-    def _take(self, effects: Iterable[MembershipEffect]) -> None:
+    def _take(self, effects: Iterable[AdmissionEffect]) -> None:
         self.effects += effects
 
     def come(self, rank: int, **changes: Any) -> None:

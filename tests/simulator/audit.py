@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
 from omnireduce.protocol.relay import RelayMachine
-from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK, AggregatorMachine
+from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK, ShardMachine
 from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.runtime.shard.relay_admission import Relaying
@@ -22,37 +22,37 @@ MOST_WORDS = 64  # control messages that may wait for a peer: some a second whil
 
 def audit_server(server: ShardServer, limits: Limits) -> Iterator[str]:
     """Faults in the server's books, its jobs and their links."""
-    membership = server._membership
-    if isinstance(membership, Relaying):
-        yield from _audit_relaying(server, membership, limits)
+    admission = server._admission
+    if isinstance(admission, Relaying):
+        yield from _audit_relaying(server, admission, limits)
         return
-    replacing = sum(pending_job.replaces in membership._running for pending_job in membership._pending_jobs.values())
-    if len(membership._pending_jobs) + len(membership._running) - replacing > limits.max_jobs:
-        yield f"{len(membership._pending_jobs)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
-    if server._jobs.keys() != membership._running.keys():
-        yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
-    ranks = [(each.formation_key, rank) for each in membership._running.values() for rank in each.ranks]
+    replacing = sum(pending_job.replaces in admission._running for pending_job in admission._pending_jobs.values())
+    if len(admission._pending_jobs) + len(admission._running) - replacing > limits.max_jobs:
+        yield f"{len(admission._pending_jobs)} jobs gather and {len(admission._running)} run, of {limits.max_jobs}"
+    if server._jobs.keys() != admission._running.keys():
+        yield f"generations {sorted(server._jobs)} are served, {sorted(admission._running)} are known to run"
+    ranks = [(each.formation_key, rank) for each in admission._running.values() for rank in each.ranks]
     if len(set(ranks)) < len(ranks):
         yield f"a rank is in two generations of its job: {sorted(ranks)}"
-    if any(not pending_job.waiting_ranks for pending_job in membership._pending_jobs.values()):
+    if any(not pending_job.waiting_ranks for pending_job in admission._pending_jobs.values()):
         yield "a job gathers of which nobody is there"
     waiting = {
-        key for pending_job in membership._pending_jobs.values() for key, *_ in pending_job.waiting_ranks.values()
+        key for pending_job in admission._pending_jobs.values() for key, *_ in pending_job.waiting_ranks.values()
     }
     for connection in server._connections:
         yield from _audit_connection(server, connection, connection in waiting)
-    yield from ["who waits is known wrongly"] * (waiting != membership._waiting.keys())
+    yield from ["who waits is known wrongly"] * (waiting != admission._waiting.keys())
     for job in server._jobs.values():
         yield from _audit_job(job, limits)
 
 
-def _audit_relaying(server: ShardServer, membership: Relaying, limits: Limits) -> Iterator[str]:
-    if len(membership._pending_jobs) + len(membership._running) > limits.max_jobs + len(server._jobs):
-        yield f"{len(membership._pending_jobs)} jobs gather and {len(membership._running)} run, of {limits.max_jobs}"
-    if server._jobs.keys() != membership._running.keys():
-        yield f"generations {sorted(server._jobs)} are served, {sorted(membership._running)} are known to run"
-    gathered = {key for uplinks in membership._pending_jobs.values() for key in uplinks}
-    yield from ["who waits is known wrongly"] * (gathered != membership._uplinks.keys())
+def _audit_relaying(server: ShardServer, admission: Relaying, limits: Limits) -> Iterator[str]:
+    if len(admission._pending_jobs) + len(admission._running) > limits.max_jobs + len(server._jobs):
+        yield f"{len(admission._pending_jobs)} jobs gather and {len(admission._running)} run, of {limits.max_jobs}"
+    if server._jobs.keys() != admission._running.keys():
+        yield f"generations {sorted(server._jobs)} are served, {sorted(admission._running)} are known to run"
+    gathered = {key for uplinks in admission._pending_jobs.values() for key in uplinks}
+    yield from ["who waits is known wrongly"] * (gathered != admission._uplinks.keys())
     for connection in server._connections:
         yield from _audit_connection(server, connection, connection in gathered)
     for job in server._jobs.values():
@@ -116,7 +116,7 @@ def _audit_job(job: ShardJob, limits: Limits) -> Iterator[str]:
             yield f"{job}: of rank {rank} the machine holds slots {held}, the link {link._held}"
 
 
-def _audit_machine(machine: AggregatorMachine) -> Iterator[str]:
+def _audit_machine(machine: ShardMachine) -> Iterator[str]:
     unread, free = machine._slots.unread, machine._slots.free
     filling = [machine._filling_slot] if machine._filling_slot >= 0 else []
     if sorted(free + unread + filling) != list(range(machine._slot_count)):
@@ -137,7 +137,7 @@ def _audit_relay(machine: RelayMachine) -> Iterator[str]:
         yield "all ranks have left, and it goes on"
 
 
-def audit_worker(machine: WorkerMachine, links: list[SimLink]) -> Iterator[str]:
+def audit_worker(machine: RankMachine, links: list[SimLink]) -> Iterator[str]:
     """Faults in a worker's credits."""
     for stream, link in zip(machine._streams, links, strict=True):
         if not link.over and sorted([*stream._free, *link._in_flight]) != list(range(len(link.send_slots))):

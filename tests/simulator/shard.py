@@ -158,7 +158,7 @@ class Shard(Process):
         if not self.found:
             self.found += audit_server(self.server, self.limits)
             self.found += audit_turn(self.server, self._budget, self._merged)
-            if self._last_generation not in (None, self.server._membership._next_generation):
+            if self._last_generation not in (None, self.server._admission._next_generation):
                 self.found.append("a job was admitted by a shard that was told to stop")
 
     def kill(self, back_after_s: float, *, supervised: bool) -> None:
@@ -195,13 +195,13 @@ class Shard(Process):
     def _stop(self) -> None:
         self.server.stop()
         self._audit()
-        self._last_generation = self.server._membership._next_generation
+        self._last_generation = self.server._admission._next_generation
         self.wake()
 
     def residue(self) -> dict[str, int]:
         """Sizes of the server's tables that still have entries; empty when all is given back."""
         server = self.server
-        membership = server._membership
+        admission = server._admission
         kept: dict[str, Sized] = {
             "connections": server._connections,
             "unidentified": server._connections.unidentified,
@@ -210,10 +210,10 @@ class Shard(Process):
             "questions": server._status_requests,
             "jobs": server._jobs,
             "links of jobs": server._teardown._members,
-            "gathering": membership._pending_jobs,
-            "running": membership._running,
-            "names": membership._welcome if isinstance(membership, Relaying) else membership._by_name,
-            "held": membership._held,
+            "gathering": admission._pending_jobs,
+            "running": admission._running,
+            "names": admission._welcome if isinstance(admission, Relaying) else admission._by_name,
+            "held": admission._held,
             "selector": self.selector.links,
         }
         return {name: len(value) for name, value in kept.items() if value}

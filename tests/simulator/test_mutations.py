@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from .mutate import BY_NAME, MUTATIONS, Mutation, MutationError, hunt, install, misfits, mutated
-from .mutations import aggregator, coding, hosts, joining, kernels, membership, relays, runtime, worker
+from .mutations import admission, aggregator, coding, hosts, joining, kernels, relays, runtime, worker
 
 FEW = (
     "worker returns a credit before it reads",
@@ -30,7 +30,7 @@ def test_the_documentation_counts_them() -> None:
     text = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text()
     table = text.partition("| part | mutations |")[2].partition("\n\n")[0]
     results = [int(row.split("|")[2]) for row in table.splitlines()[2:]]
-    parts = (worker, aggregator, coding, kernels, hosts, membership, runtime, joining, relays)
+    parts = (worker, aggregator, coding, kernels, hosts, admission, runtime, joining, relays)
     assert results == [len(part.MUTATIONS) for part in parts]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, RefusedError, TransportError
-from omnireduce.protocol.collective.block_lists import MessageSizing
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.joining.rank import ASSIGNED_S
 from omnireduce.runtime.shard.connections import LINGER_S
 

@@ -15,11 +15,10 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import NONCE_BYTES, PROTOCOL_VERSION, Hello, Leave, RankAssignment, encode_control
 from omnireduce.errors import OmniReduceError
 from omnireduce.kernels.codecs.table import BUILT_IN
-from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import End, SendControl, error_of
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange
-from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.pending_job import worker_name
 from omnireduce.protocol.joining.rank import (
     Connect,
@@ -31,7 +30,8 @@ from omnireduce.protocol.joining.rank import (
     MeetLocalRanks,
     perform,
 )
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
+from omnireduce.protocol.sharding import Sharding
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.calls.single import Pool
 from omnireduce.runtime.rank.engine import GOODBYE_S
@@ -117,7 +117,7 @@ class Worker(Process):
         self.begins: list[float] = []  # times at which its generations began, and ended
         self.ends: list[float] = []
         self.place = (rank, job.ranks)  # its rank and the world size, in this generation
-        self._machine: WorkerMachine
+        self._machine: RankMachine
         self.joining: Joining
         self._assignment: RankAssignment | None = None
         self._place_given: Joined | None = None
@@ -302,7 +302,7 @@ class Worker(Process):
         self._sharding = Sharding.among(
             local_ranks.hosts, protocol.shards, protocol.stripe_blocks, joined.whole_bytes, protocol.slot_bytes
         )
-        self._machine = WorkerMachine(
+        self._machine = RankMachine(
             [(link.send_slots, link.receive_slots) for link in self.links],
             [link.peer for link in self.links],
             worker_name(joined.rank, f"host{self.rank}", self.pid),

@@ -14,8 +14,8 @@ from rich.table import Table
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
+from omnireduce.runtime.rank.global_communicator import connect
 from omnireduce.runtime.rank.launcher_detection import Launch
-from omnireduce.runtime.rank.world import connect
 from omnireduce.support.config import Config
 from omnireduce.support.extras import install
 from omnireduce.support.printing import make_console, short_count, short_time

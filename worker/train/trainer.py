@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnireduce.core.dtypes import Array, element_type
-from omnireduce.kernels.density import nonzero_blocks
+from omnireduce.kernels.nonzero_blocks import nonzero_blocks
 from omnireduce.support.config import Config
 from omnireduce.worker.train.corpus import Corpus
 from omnireduce.worker.train.model import Pairs, Sampler, SkipGram

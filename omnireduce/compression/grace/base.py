@@ -20,7 +20,7 @@ from omnireduce.compression.selectors import Selects, selected_count
 from omnireduce.compression.sums import check_name
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank import global_communicator
 from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.communicator import Communicator as Member  # GRACE's Communicator is another class
 from omnireduce.runtime.rank.shared_errors import report_errors_to
@@ -222,7 +222,7 @@ class Communicator:
                 f"{own_class.__name__} does not exchange: expected a class that defines send_receive, or both "
                 f"async_send and wait_receive; it has no {' and no '.join(missing)}"
             )
-        self.comm = world.running() if comm is None else comm
+        self.comm = global_communicator.running() if comm is None else comm
         self.compressor, self.memory, self.world_size = compressor, memory, world_size
         self._was_called = False
 

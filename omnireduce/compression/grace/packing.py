@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors
+from omnireduce.compression.grace.built_in import BuiltInCompressor, Context, GradientTemplate
 from omnireduce.compression.grace.communicators import BuiltInCommunicator
-from omnireduce.compression.grace.native import BuiltInCompressor, Context, GradientTemplate
 from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.sums import check_seed
 from omnireduce.core.dtypes import Array
@@ -52,8 +52,8 @@ class AllToAll(BuiltInCommunicator):
             own_piece = np.ascontiguousarray(
                 self.combined([compressor.decompress(part, contexts[rank]) for part in parts])
             )
-        whole_number = self.comm.allgather(own_piece, name=f"{name} sums")
-        return template.restore(whole_number.reshape(-1)[: template.size])
+        whole_gradient = self.comm.allgather(own_piece, name=f"{name} sums")
+        return template.restore(whole_gradient.reshape(-1)[: template.size])
 
 
 class PiecewiseCompressor(Compressor):
@@ -212,7 +212,7 @@ class SignCompressor(PackingCompressor):
 
 
 class OneBitCompressor(SignCompressor):
-    """Signs, with the mean of the elements of each. With `Aggregator` see `Signs`."""
+    """Signs, with the mean of the elements of each. With `Aggregator` see `SignCompressor`."""
 
     codec = "onebit"
 
@@ -227,7 +227,7 @@ class OneBitCompressor(SignCompressor):
 
 class EFSignSGDCompressor(SignCompressor):
     """Signs times the mean magnitude. Its memory multiplies the gradient by `lr`; the sum is divided by `lr`. With
-    `Aggregator` see `Signs`."""
+    `Aggregator` see `SignCompressor`."""
 
     codec = "scaled_sign"
 

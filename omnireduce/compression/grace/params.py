@@ -11,7 +11,7 @@ from omnireduce.compression.grace import lowrank, memories, packing, quantizing,
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, class_text
 from omnireduce.compression.grace.communicators import Allgather, Broadcast, BuiltInCommunicator
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank import world
+from omnireduce.runtime.rank import global_communicator
 from omnireduce.runtime.rank.communicator import Communicator as Member
 from omnireduce.support.loading import load_named
 from omnireduce.support.logs import tagged
@@ -90,7 +90,7 @@ def grace_from_params(params: Mapping[str, Any], *, comm: Member | None = None) 
     memory = _class_for("memory", params.get("memory", "none"), MEMORIES, Memory)
     communicator = _class_for("communicator", params.get("communicator", "aggregator"), COMMUNICATORS, Communicator)
     parameters = {key: value for key, value in params.items() if key not in OTHER_KEYS}
-    comm = world.running() if comm is None else comm
+    comm = global_communicator.running() if comm is None else comm
     takes = _parameters(compressor) | _parameters(memory)
     if ignored := [key for key in parameters if key not in takes]:
         label = f"compressor '{name}' with memory '{params.get('memory', 'none')}'"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from omnireduce.compression import selectors
-from omnireduce.compression.grace.native import BuiltInCompressor, Context
+from omnireduce.compression.grace.built_in import BuiltInCompressor, Context
 from omnireduce.core.dtypes import Array
 
 
@@ -18,7 +18,7 @@ def encode_gaps(indices: Array) -> Array:
 
 
 def decode_gaps(gaps: Array) -> Array:
-    """The reverse of `gaps_of`: int64."""
+    """The reverse of `encode_gaps`: int64."""
     return np.cumsum(gaps, dtype=np.int64)
 
 

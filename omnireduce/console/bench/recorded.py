@@ -22,7 +22,7 @@ import numpy as np
 from omnireduce.console.bench.data import check_reduction, reduce_in_rank_order, share_set
 from omnireduce.core.dtypes import Array, number_type
 from omnireduce.errors import UsageError
-from omnireduce.kernels.density import find_blocks
+from omnireduce.kernels.nonzero_blocks import find_blocks
 from omnireduce.support.files.tensors import FileError, Tensor, read_tensors
 
 RANK = "{rank}"

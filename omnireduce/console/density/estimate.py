@@ -31,7 +31,7 @@ from omnireduce.core.wire.blocks import HEADER_BYTES, INDEX_BYTES
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys
 from omnireduce.kernels.codecs.table import NONE, codec_named
-from omnireduce.kernels.density import mark_blocks, native_chunks
+from omnireduce.kernels.nonzero_blocks import mark_blocks, native_chunks
 from omnireduce.kernels.select import copy_blocks
 from omnireduce.protocol.collective.codecs import Coder
 

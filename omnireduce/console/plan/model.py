@@ -25,8 +25,8 @@ import numpy as np
 from omnireduce.console.plan.patterns import Load
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.blocks import HEADER_BYTES, INDEX_BYTES, RUN_BYTES
-from omnireduce.protocol.collective.block_lists import MessageSizing
-from omnireduce.protocol.host.groups import CHUNK_BYTES
+from omnireduce.protocol.collective.index_lists import MessageSizing
+from omnireduce.protocol.sharding import CHUNK_BYTES
 
 COLLECTIVE_MS, RING_MS = 0.3, 0.03  # what a collective costs however small it is, as measured on one host
 

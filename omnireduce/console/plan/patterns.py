@@ -11,7 +11,7 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
-from omnireduce.kernels.density import find_blocks
+from omnireduce.kernels.nonzero_blocks import find_blocks
 from omnireduce.support.files.tensors import read_tensors
 
 OVERLAPS = ("random", "full", "none")

@@ -14,7 +14,7 @@ from omnireduce.errors import CodecError, ProtocolError, in_a_line
 from omnireduce.kernels.codecs.base import Codec, pieces
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import Codecs
-from omnireduce.kernels.density import find_blocks
+from omnireduce.kernels.nonzero_blocks import find_blocks
 from omnireduce.protocol.collective.operands import Operand, Packed
 
 FLOAT_BYTES = 4

@@ -14,9 +14,9 @@ from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import PIECE_ELEMENTS, Codec
 from omnireduce.kernels.merge import ABSENT, admit_indices, plan_every, plan_union
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
-from omnireduce.protocol.collective.block_lists import START, MessageSizing, expand
 from omnireduce.protocol.collective.block_programs import ProgramRun
 from omnireduce.protocol.collective.codecs import FLOAT_BYTES, Coder
+from omnireduce.protocol.collective.index_lists import START, MessageSizing, expand
 
 NO_HEADER = Header(0, 0, 0, 0, 0)
 NOT_STARTED = -1  # the frontier of a rank that has sent nothing yet

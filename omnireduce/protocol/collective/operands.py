@@ -11,7 +11,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.chunk import NON_ZERO, RETURNED
-from omnireduce.kernels.pack import list_blocks, list_noted, pack_blocks, pack_listed
+from omnireduce.kernels.nonzero_blocks import list_blocks, list_noted, pack_blocks, pack_listed
 from omnireduce.kernels.scatter import scatter_blocks
 
 WORD = np.dtype(np.uint64)

@@ -13,8 +13,8 @@ from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.merge import MARK_SHIFT, leave_out
-from omnireduce.protocol.collective.block_lists import TINY_BYTES, Lister, MessageSizing
 from omnireduce.protocol.collective.block_programs import ProgramRun
+from omnireduce.protocol.collective.index_lists import TINY_BYTES, Lister, MessageSizing
 from omnireduce.protocol.collective.merge import BLOCK_WORK, Combiner, Shape, Union
 
 assert MAX_BLOCKS == 1 << MARK_SHIFT

@@ -7,7 +7,7 @@ import numpy as np
 from omnireduce.core.dtypes import BYTES, Array
 from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.pack import deal_rows, pack_rows
+from omnireduce.kernels.nonzero_blocks import deal_rows, pack_rows
 from omnireduce.protocol.collective.operands import (
     EncodeBlocks,
     Memory,

@@ -20,10 +20,10 @@ from omnireduce.core.wire.blocks import (
 from omnireduce.core.wire.control import Waiting
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_marked
-from omnireduce.protocol.collective.block_lists import START, Lister, MessageSizing, expand
 from omnireduce.protocol.collective.codecs import Coder
 from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.effects import Send
+from omnireduce.protocol.collective.index_lists import START, Lister, MessageSizing, expand
 
 
 class ShardStream:

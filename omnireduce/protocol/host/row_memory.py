@@ -13,7 +13,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.kernels.rows import FIRST, STOP
 from omnireduce.protocol.collective.operands import RowBlocks
 from omnireduce.protocol.host.faults import ShortageError
-from omnireduce.protocol.host.groups import chunk_bytes
+from omnireduce.protocol.sharding import chunk_bytes
 
 CHUNK_BYTES = 1 << 18  # chunk of a large union
 NO_NUMBERS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 1), np.uint8)

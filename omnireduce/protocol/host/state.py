@@ -13,7 +13,7 @@ from omnireduce.core.wire.blocks import capacity
 from omnireduce.kernels.reduce import op_code
 from omnireduce.kernels.reducers import reducer_of
 from omnireduce.kernels.regions import LINE, STATE, STORAGES
-from omnireduce.protocol.host.groups import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
+from omnireduce.protocol.sharding import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
 
 
 def storage_of(element: ElementType) -> int:

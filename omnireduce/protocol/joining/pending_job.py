@@ -236,7 +236,7 @@ class PendingJob:
 
 
 def _rival_text(rival: Hello, hello: Hello) -> str:
-    """The text for a worker if `launched`, of another launch, waits under the same name. They may belong together."""
+    """The text for a worker if `rival`, of another launch, waits under the same name. They may belong together."""
     launches = " and ".join(shown(worker.launch or "none") for worker in (hello, rival))
     return (
         f"{member_name(rival)} waits for a job of this name, too, but in another launch ({launches}): "

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from omnireduce.core.names import URGENT
 from omnireduce.core.wire.control import Hello
 from omnireduce.errors import RefusedError
-from omnireduce.protocol.host.groups import Sharding
 from omnireduce.protocol.joining.checks import MIN_SLOT_BYTES, PAGE
 from omnireduce.protocol.joining.rank import Joined
+from omnireduce.protocol.sharding import Sharding
 from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.calls.single import CallContext, Pool, WithPool
 from omnireduce.runtime.rank.engine import Engine

@@ -25,9 +25,9 @@ from omnireduce.core.wire.control import Hello
 from omnireduce.errors import ClosedError, UsageError, left_because
 from omnireduce.kernels.warm import Progress
 from omnireduce.protocol.collective.block_programs import NUMBER_BYTES, row_numbers
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.rank import engine
-from omnireduce.runtime.rank.calls import batched, packets, single
+from omnireduce.runtime.rank.calls import batched, ragged, single
 from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.calls.batched import Table
 from omnireduce.runtime.rank.calls.block_programs import Fused, FusedRows, fused_reduction, fused_rows
@@ -290,7 +290,7 @@ class Communicator:
         return self._channels[0].links
 
     @property
-    def _machine(self) -> WorkerMachine:
+    def _machine(self) -> RankMachine:
         return self._channels[0].machine
 
     @property
@@ -590,11 +590,11 @@ class Communicator:
         `x.shape[1:]` are the same on all ranks. If it has more bytes than `protocol.max_part_bytes` (1 GiB), all ranks
         raise UsageError. Raises the errors of `allreduce`, too.
         """
-        return self._start(packets.ragged_parts, x, name).wait()
+        return self._start(ragged.ragged_parts, x, name).wait()
 
     def allgather_ragged_async(self, x: NDArray[S], *, name: str = "") -> Handle[list[NDArray[S]]]:
         """Start an `allgather_ragged`; see `allreduce_async`."""
-        return self._start_async(packets.ragged_parts, x, name)
+        return self._start_async(ragged.ragged_parts, x, name)
 
     def gather(self, x: NDArray[S], root: int = 0, *, name: str = "") -> NDArray[S] | None:
         """Return the `x` of all ranks, (size, *x.shape), on the root; None on the others.
@@ -645,20 +645,20 @@ class Communicator:
         Raises UsageError on all ranks for other objects of the root, and the job goes on. On the other ranks it also
         raises UsageError for bytes of a peer that are no such object. Raises the errors of `allreduce`, too.
         """
-        return self._start(packets.object_of_root, x, root, name, trust).wait()
+        return self._start(ragged.object_of_root, x, root, name, trust).wait()
 
     def broadcast_object_async(self, x: object, root: int = 0, *, name: str = "", trust: bool = False) -> Handle[Any]:
         """Start a `broadcast_object`; see `allreduce_async`."""
-        return self._start_async(packets.object_of_root, x, root, name, trust)
+        return self._start_async(ragged.object_of_root, x, root, name, trust)
 
     def allgather_object(self, x: object, *, name: str = "", trust: bool = False) -> list[Any]:
         """Return a list with an object equal to the `x` of each rank. `broadcast_object` says what `x` may be. If the
         `x` of one rank is anything else, all ranks raise UsageError."""
-        return self._start(packets.all_objects, x, name, trust).wait()
+        return self._start(ragged.all_objects, x, name, trust).wait()
 
     def allgather_object_async(self, x: object, *, name: str = "", trust: bool = False) -> Handle[list[Any]]:
         """Start an `allgather_object`; see `allreduce_async`."""
-        return self._start_async(packets.all_objects, x, name, trust)
+        return self._start_async(ragged.all_objects, x, name, trust)
 
     def reduce_scatter(self, x: NDArray[S], *, op: Op = "sum", name: str = "") -> NDArray[S]:
         """Return this rank's part of `allreduce(x)`: part `rank` of `numpy.array_split(result, size)`. `x` is kept.

@@ -22,7 +22,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.wire.control import Cause
 from omnireduce.errors import ClosedError, OmniReduceError, UsageError, fault_of_codec
 from omnireduce.protocol.collective.effects import End, error_of
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.driver import flush_before_close
 from omnireduce.runtime.rank.calls.arguments import Names
 from omnireduce.runtime.rank.calls.single import Call
@@ -182,7 +182,7 @@ class Engine(Interruptible):
     rank that shares this host's memory; the engine closes them."""
 
     def __init__(
-        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, eventfds: Sequence[int] = ()
+        self, machine: RankMachine, links: Sequence[Link], spin_s: float, log: BoundLog, eventfds: Sequence[int] = ()
     ) -> None:
         self._poller = Poller(links, machine.host, eventfds)  # first: it may fail
         self._machine, self._links = machine, links

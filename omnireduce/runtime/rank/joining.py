@@ -29,8 +29,8 @@ from omnireduce.core.wire.control import (
     encode_control,
 )
 from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, TransportError, left_because
-from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.effects import SendControl
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.host.exchange import region_bytes
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.joining.pending_job import worker_name
@@ -45,7 +45,7 @@ from omnireduce.protocol.joining.rank import (
     Notice,
     perform,
 )
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.aggregator_client import connect_once, loss_hint, reach, read_message
 from omnireduce.runtime.driver import flush_before_close
 from omnireduce.runtime.file_descriptors import shortage
@@ -127,7 +127,7 @@ class AssembledRank(NamedTuple):
     """The links, machine and engine of a rank."""
 
     links: list[Link]
-    machine: WorkerMachine
+    machine: RankMachine
     engine: Engine
 
 

@@ -24,7 +24,7 @@ from omnireduce.errors import ConfigError, UsageError
 from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.support.addresses import is_loopback, is_wildcard
 from omnireduce.support.config import Config
-from omnireduce.support.launchers import (
+from omnireduce.support.launcher_variables import (
     HINTS,
     ID_SEPARATORS,
     LAUNCHERS,

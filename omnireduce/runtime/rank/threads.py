@@ -19,7 +19,7 @@ from typing import Any
 
 from omnireduce.errors import UsageError
 from omnireduce.protocol.collective.parallel import Parallel, T, ThreadPool
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.launcher_detection import detect_launch
 from omnireduce.support.processors import quota, usable
@@ -154,7 +154,7 @@ class _Run:
 class ParallelDriver(Driver):
     """Drives a worker's machine, and reads from several shards at the same time if the machine has threads."""
 
-    machine: WorkerMachine
+    machine: RankMachine
 
     def feed_all(self, peers: Collection[int]) -> None:
         parallel = self.machine.parallel

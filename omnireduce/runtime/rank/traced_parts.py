@@ -15,7 +15,7 @@ from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.operands import EncodeBlocks, Operand, Packed, RowBlocks, TensorBlocks, WriteBlocks
 from omnireduce.protocol.host.exchange import STEPS, HostExchange
 from omnireduce.protocol.host.groups import LocalRanks
-from omnireduce.protocol.rank import WorkerMachine
+from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.engine import Engine
 from omnireduce.runtime.rank.handles import SingleHandle
@@ -110,7 +110,7 @@ class MakeEngine(Protocol):
     """`Engine`, or a function that makes an engine that records."""
 
     def __call__(
-        self, machine: WorkerMachine, links: Sequence[Link], spin_s: float, log: BoundLog, eventfds: Sequence[int], /
+        self, machine: RankMachine, links: Sequence[Link], spin_s: float, log: BoundLog, eventfds: Sequence[int], /
     ) -> Engine: ...
 
 
@@ -181,7 +181,7 @@ class TracedOperand:
         self._recorder.add(SpanKind.COLLECTIVE, self._submitted, end, detail=self.nbytes)
 
 
-class TracedMachine(WorkerMachine):
+class TracedMachine(RankMachine):
     """A worker's machine with a recorder. It records the operands that it makes itself, the sums of its host."""
 
     def __init__(self, recorder: Recorder, *arguments: Any, **options: Any) -> None:
@@ -290,7 +290,7 @@ class RankParts(NamedTuple):
     """The parts of a rank: its links, and functions that make its machine, its engine and its host exchange."""
 
     links: list[Link]
-    machine: Callable[..., WorkerMachine] = WorkerMachine
+    machine: Callable[..., RankMachine] = RankMachine
     engine: MakeEngine = Engine
     exchange: MakeExchange = HostExchange
 

@@ -27,15 +27,16 @@ from omnireduce.core.wire.control import (
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import CodecError, TransportError
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
-from omnireduce.protocol.collective.block_lists import MessageSizing
 from omnireduce.protocol.collective.block_programs import ShardStates
 from omnireduce.protocol.collective.effects import AbortKind, End, Warn
+from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.reduction import Budget, Reduction
-from omnireduce.protocol.host.groups import Sharding, delegates_of, readers_of
-from omnireduce.protocol.joining.membership import members_of, welcomes_of, with_places
+from omnireduce.protocol.host.groups import delegates_of, readers_of
+from omnireduce.protocol.joining.admission import members_of, welcomes_of, with_places
 from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.protocol.relay import RelayMachine
-from omnireduce.protocol.shard import BUDGET, AggregatorMachine
+from omnireduce.protocol.shard import BUDGET, ShardMachine
+from omnireduce.protocol.sharding import Sharding
 from omnireduce.runtime.driver import Clock, Driver
 from omnireduce.runtime.file_descriptors import NO_DESCRIPTORS
 from omnireduce.runtime.shard.traced import ShardTraces
@@ -157,7 +158,7 @@ class ShardJob:
         started = tagged("job_started", world_size=ranks, transport=transport)
         self.log.info("%s: %d ranks joined by %s", self, ranks, transport, extra=started)
 
-    def _make_machine(self, hellos: Sequence[Hello], welcomes: Sequence[Welcome], undo: ExitStack) -> AggregatorMachine:
+    def _make_machine(self, hellos: Sequence[Hello], welcomes: Sequence[Welcome], undo: ExitStack) -> ShardMachine:
         over_tcp = [
             hello.tcp_message_bytes
             for link, hello in zip(self.links, hellos, strict=True)
@@ -167,7 +168,7 @@ class ShardJob:
         hosts = max(1 if member.host is None else member.host.hosts for member in members)
         has_relays = self._upstream is not None or any(hello.relay for hello in hellos)
         make = partial(
-            AggregatorMachine if self._upstream is None else self._relay_machine_maker(self._upstream, undo),
+            ShardMachine if self._upstream is None else self._relay_machine_maker(self._upstream, undo),
             [member_name(hello) for hello in hellos], self._arena.slots, self._results.slots,
         )  # fmt: skip
         return make(
@@ -185,7 +186,7 @@ class ShardJob:
             states=ShardStates(spec.state_bytes),
         )
 
-    def _relay_machine_maker(self, upstream: JobUpstream, undo: ExitStack) -> Callable[..., AggregatorMachine]:
+    def _relay_machine_maker(self, upstream: JobUpstream, undo: ExitStack) -> Callable[..., ShardMachine]:
         """Give the uplinks their slots; return the function that makes the machine of a relay."""
         self._sums = undo.enter_context(closing(Region(*self._results.slots.shape)))
         for member, link in enumerate(upstream.uplinks):

@@ -40,10 +40,10 @@ from omnireduce.core.wire.control import (
     other_version,
 )
 from omnireduce.errors import ProtocolError
+from omnireduce.protocol.joining.admission import AdmissionEffect, Admit, Answer, Relayed
 from omnireduce.protocol.joining.checks import job_family, malformed
 from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.membership import Admit, Answer, MembershipEffect, Relayed
 from omnireduce.protocol.joining.pending_job import FormationKey, member_name
 from omnireduce.protocol.joining.request import JoinRequest
 from omnireduce.runtime.driver import Clock
@@ -123,14 +123,14 @@ class Upstream(NamedTuple):
 
 
 class Relaying:
-    """The membership of a relay called `name`. `answer` gets the upstream's decisions. `secret_of(team)`: the secret
+    """The admission of a relay called `name`. `answer` gets the upstream's decisions. `secret_of(team)`: the secret
     that the relay proves for a worker of this team."""
 
     descriptors_of_one = 2  # file descriptors for one worker: its connection, and its uplink
 
     def __init__(
         self, name: str, limits: Limits, upstream: Upstream,
-        *, selector: selectors.BaseSelector, clock: Clock, answer: Callable[[Iterable[MembershipEffect]], None],
+        *, selector: selectors.BaseSelector, clock: Clock, answer: Callable[[Iterable[AdmissionEffect]], None],
         secret_of: Callable[[str], Secret | None],
     ) -> None:  # fmt: skip
         self._name, self._limits, self._upstream = name, limits, upstream
@@ -153,7 +153,7 @@ class Relaying:
 
     def hello(
         self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = NO_LIMITS
-    ) -> Iterator[MembershipEffect]:
+    ) -> Iterator[AdmissionEffect]:
         """A worker asks to join. `terms`: the limits of its team."""
         wrong, temporary = self._objection(hello, terms)
         if not wrong and not hello.refuses:
@@ -233,7 +233,7 @@ class Relaying:
         """A generation that is over has given back its memory and its connections."""
         self._held.pop(generation, None)
 
-    def expire(self, now: float) -> Iterator[MembershipEffect]:
+    def expire(self, now: float) -> Iterator[AdmissionEffect]:
         """Time has passed: try once more to reach the upstream, or give up."""
         for uplink in [uplink for uplink in self._uplinks.values() if uplink.link is None]:
             if now - uplink.since >= self._limits.join_timeout_s:
@@ -255,7 +255,7 @@ class Relaying:
         """A hello of each job that runs, or whose ranks are still leaving."""
         return list(self._held.values())
 
-    def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
+    def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[AdmissionEffect]:
         """Jobs whose hellos match are ended: refuse the workers that wait for them, and workers that come again."""
         for hello in [*self._running.values(), *(uplink.hello for uplink in self._uplinks.values())]:
             if is_meant(hello):
@@ -263,13 +263,13 @@ class Relaying:
         for uplink in [uplink for uplink in self._uplinks.values() if is_meant(uplink.hello)]:
             yield from self._turn_away(uplink, reason)
 
-    def turn_away(self) -> Iterator[MembershipEffect]:
+    def turn_away(self) -> Iterator[AdmissionEffect]:
         """Admit nobody any more."""
         self.intake.close()
         for uplink in list(self._uplinks.values()):
             yield from self._turn_away(uplink, SHUTTING_DOWN, temporary=True)
 
-    def _turn_away(self, uplink: PendingUplink, reason: str, *, temporary: bool = False) -> Iterator[MembershipEffect]:
+    def _turn_away(self, uplink: PendingUplink, reason: str, *, temporary: bool = False) -> Iterator[AdmissionEffect]:
         yield Answer(uplink.key, Refused(reason, temporary))
         self.connection_ended(uplink.key, self._clock(), Cause(f"aggregator {self._name}", reason))
 
@@ -347,7 +347,7 @@ class Relaying:
         if self._uplinks.get(uplink.key) is uplink:
             self._answer([self._refuse(uplink, f"could not be served by the relay: {error!r}", temporary=True)])
 
-    def _handle_event(self, uplink: PendingUplink, event: object) -> Iterator[MembershipEffect]:
+    def _handle_event(self, uplink: PendingUplink, event: object) -> Iterator[AdmissionEffect]:
         try:
             if isinstance(event, Lost) and event.violation:
                 raise ProtocolError(f"broke the rules: {event.reason}")
@@ -360,13 +360,13 @@ class Relaying:
         except ProtocolError as error:
             yield self._refuse(uplink, str(error))
 
-    def _lost(self, uplink: PendingUplink, reason: str) -> Iterator[MembershipEffect]:
+    def _lost(self, uplink: PendingUplink, reason: str) -> Iterator[AdmissionEffect]:
         if not uplink.has_said_hello:
             self._try_again(uplink, f"{reason} before the hello")
         else:
             yield self._refuse(uplink, f"{reason} before it had admitted this worker", temporary=True)
 
-    def _handle_control(self, uplink: PendingUplink, message: ControlMessage) -> Iterator[MembershipEffect]:
+    def _handle_control(self, uplink: PendingUplink, message: ControlMessage) -> Iterator[AdmissionEffect]:
         """Go on with the handshake, or pass on what the upstream says. Raises ProtocolError."""
         assert uplink.link is not None
         assert uplink.request is not None
@@ -395,7 +395,7 @@ class Relaying:
             return Answer(uplink.key, message)
         return self._refuse(uplink, f"refused: {message.reason}", temporary=message.temporary)
 
-    def _begin(self, uplink: PendingUplink, welcome: Welcome) -> Iterator[MembershipEffect]:
+    def _begin(self, uplink: PendingUplink, welcome: Welcome) -> Iterator[AdmissionEffect]:
         """Begin the job if all workers that come through this relay are welcome."""
         if self._welcome[uplink.formation_key, welcome.generation] < welcome.relayed:
             return

@@ -18,13 +18,12 @@ from omnireduce.core.wire.control import Cause, Leave, Newcomers, encode_control
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.reduction import Budget
+from omnireduce.protocol.joining.admission import Admission, AdmissionEffect, Admit, Announce, Replace
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.membership import Admit, Announce, Membership, MembershipEffect, Replace
 from omnireduce.protocol.shard import BUDGET
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import ANYBODY, Access
 from omnireduce.runtime.shard.admin_requests import Administration
-from omnireduce.runtime.shard.admission import Admission
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.handshake_thread import HandshakeThread
 from omnireduce.runtime.shard.job import (
@@ -36,6 +35,7 @@ from omnireduce.runtime.shard.job import (
     start_failure_text,
 )
 from omnireduce.runtime.shard.listening import Listener, ListeningSockets
+from omnireduce.runtime.shard.pending_connections import PendingConnections
 from omnireduce.runtime.shard.relay_admission import Relaying, Upstream
 from omnireduce.runtime.shard.scheduler import POLL_WORK, Scheduler, Share
 from omnireduce.runtime.shard.status_requests import StatusPages, StatusRequests
@@ -93,22 +93,22 @@ class ShardServer:
         )
         self._pages = StatusPages(name, clock)
         self._selector = selector or (traces.selector if traces else selectors.DefaultSelector())
-        self._membership: Membership | Relaying
+        self._admission: Admission | Relaying
         if upstream is None:
-            self._membership = Membership(limits, secrets.randbits(62), access.ticket_key)
+            self._admission = Admission(limits, secrets.randbits(62), access.ticket_key)
         else:
-            self._membership = Relaying(
+            self._admission = Relaying(
                 name, limits, upstream, selector=self._selector, clock=clock,
                 answer=self._answer, secret_of=lambda team: self.access.secret_of(team),
             )  # fmt: skip
         self._connections = Connections(self._selector, clock, hello_timeout_s)
         self._status_requests, self._scheduler = StatusRequests(clock), Scheduler(clock, processor_s, budget)
         self._handshake_thread = HandshakeThread(self._selector, self._connections, self._scheduler)
-        self._teardown = Teardown(self._connections, self._status_requests, self._membership, clock)
+        self._teardown = Teardown(self._connections, self._status_requests, self._admission, clock)
         self._jobs: dict[int, ShardJob] = {}
-        self.administration = Administration(self._membership, self._jobs, self._answer, clock)
-        self._admission = Admission(
-            access=access, membership=self._membership, connections=self._connections, teardown=self._teardown,
+        self.administration = Administration(self._admission, self._jobs, self._answer, clock)
+        self._pending_connections = PendingConnections(
+            access=access, admission=self._admission, connections=self._connections, teardown=self._teardown,
             status_requests=self._status_requests, pages=self._pages, clock=clock, change=self._change,
             administration=self.administration,
         )  # fmt: skip
@@ -120,16 +120,16 @@ class ShardServer:
     @property
     def access(self) -> Access:
         """The rules of access to this shard."""
-        return self._admission.access
+        return self._pending_connections.access
 
     @access.setter
     def access(self, access: Access) -> None:
-        self._admission.access = access
+        self._pending_connections.access = access
 
     def adopt(self, link: Link, *, of_monitor: bool = False) -> None:
         """Serve a worker that has just connected, or the daemon's monitor."""
         self._settled_until = UNSETTLED
-        self._admission.adopt(link, of_monitor=of_monitor)
+        self._pending_connections.adopt(link, of_monitor=of_monitor)
 
     def serve(self, after_turn: Callable[[], None] = lambda: None, longest_s: float = 60.0) -> None:
         """Run until `stop` was called and all jobs have ended, or their time is over. Calls `after_turn` after each
@@ -140,7 +140,7 @@ class ShardServer:
         for connection in self._connections:
             self._teardown.drop(connection)
         self._handshake_thread.close()
-        self._membership.close()
+        self._admission.close()
         self._selector.close()
         self._listening.close()
 
@@ -149,7 +149,7 @@ class ShardServer:
         if self._stop_by is None:
             self._settled_until = UNSETTLED
             self._stop_by = self._clock() + self._finish_s
-            self._admission.answer(self._membership.turn_away())
+            self._pending_connections.answer(self._admission.turn_away())
 
     @property
     def stopped(self) -> bool:
@@ -180,7 +180,7 @@ class ShardServer:
                 continue
             self._settled_until = UNSETTLED
             if isinstance(key.data, Listener):
-                self._admission.open(key.data, self._listening, busy=bool(self._jobs))
+                self._pending_connections.open(key.data, self._listening, busy=bool(self._jobs))
             elif isinstance(key.data, Connection):
                 self._serve(key.data, mask)
             else:
@@ -243,7 +243,7 @@ class ShardServer:
         events = connection.link.poll()
         if not connection.leaving and connection.job is None:
             self._handshake_thread.start_task(connection)
-            events = self._admission.handle_events(connection, events)
+            events = self._pending_connections.handle_events(connection, events)
             self._connections.update_interest(connection)
         if not connection.leaving and connection.job is not None:
             self._feed(connection, connection.job, events)
@@ -268,13 +268,13 @@ class ShardServer:
         """The time of the next work outside jobs, if nothing happens before."""
         stopped_at = self._stop_by if self._jobs or self._connections.staying else None
         others = self._connections.unidentified, self._connections.closing, self._status_requests, self._listening
-        deadlines = [self._membership.deadline, stopped_at, *(other.deadline for other in others)]
+        deadlines = [self._admission.deadline, stopped_at, *(other.deadline for other in others)]
         return min([at for at in deadlines if at is not None], default=math.inf)
 
     def _tell_status(self) -> None:
         for connection, request in self._status_requests.take():
             try:
-                pending_jobs, team = self._membership.pending_jobs(self._clock()), connection.gate.team.name
+                pending_jobs, team = self._admission.pending_jobs(self._clock()), connection.gate.team.name
                 page = self._pages.page(
                     request, self._jobs.values(), pending_jobs,
                     connections=len(self._connections), team=team, draining=self.administration.draining,
@@ -284,10 +284,10 @@ class ShardServer:
             except Exception as error:  # a bug
                 self._end_after_error(error, None, connection)
 
-    def _answer(self, effects: Iterable[MembershipEffect]) -> None:
+    def _answer(self, effects: Iterable[AdmissionEffect]) -> None:
         """Carry out the decisions of an upstream."""
         self._settled_until = UNSETTLED
-        self._admission.answer(effects)
+        self._pending_connections.answer(effects)
 
     # jobs
 
@@ -309,10 +309,10 @@ class ShardServer:
             job = self._make_job(admit.generation, admit.job, links, admit.hellos, job_upstream)
         except Exception as error:  # otherwise the ranks would wait for ever, and the job would still count
             reason, temporary = start_failure_text(error, admit.job)
-            self._membership.finished(admit.generation, self._clock())
-            self._membership.released(admit.generation)
+            self._admission.finished(admit.generation, self._clock())
+            self._admission.released(admit.generation)
             for connection in connections:
-                self._admission.refuse(connection, reason, temporary=temporary)
+                self._pending_connections.refuse(connection, reason, temporary=temporary)
             for link in uplinks:
                 link.send_control(encode_control(Leave(Cause(f"aggregator {self.name}", reason))))
                 link.close()
@@ -333,13 +333,13 @@ class ShardServer:
         if machine.has_left(connection.rank):
             job.log.debug("%s: rank %d left", job, connection.rank, extra=tagged("rank_left", rank=connection.rank))
             connection.has_left, self._settled_until = True, UNSETTLED
-            self._membership.departed(job.generation, connection.rank)
+            self._admission.departed(job.generation, connection.rank)
             self._teardown.leave(connection)
 
     def _job_ended(self, job: ShardJob, end: End) -> None:
         self._settled_until = UNSETTLED
         job.log_end(end)
-        self._membership.finished(job.generation, self._clock())
+        self._admission.finished(job.generation, self._clock())
         if self._jobs.pop(job.generation, None) is not None:
             self._pages.job_ended(job, end)
         for connection in self._teardown.members(job.generation):
@@ -361,9 +361,9 @@ class ShardServer:
             self._connections.update_interest(connection)
 
     def _housekeeping(self, now: float) -> None:
-        self._admission.answer(self._membership.expire(now))
+        self._pending_connections.answer(self._admission.expire(now))
         self._tell_status()
-        self._admission.expire(now)
+        self._pending_connections.expire(now)
         for connection in self._connections.closing.expired(now):
             self._teardown.drop(connection)
         self._listening.resume(now)

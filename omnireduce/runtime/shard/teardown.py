@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from omnireduce.core.wire.control import Aborted, Cause, ControlMessage, Leave, Report, decode_control
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.joining.membership import Membership
+from omnireduce.protocol.joining.admission import Admission
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.connections import Connection, Connections
 from omnireduce.runtime.shard.job import ShardJob
@@ -21,12 +21,12 @@ class Teardown:
     also gives the job's memory back."""
 
     def __init__(
-        self, connections: Connections, status_requests: StatusRequests, membership: Membership | Relaying, clock: Clock
+        self, connections: Connections, status_requests: StatusRequests, admission: Admission | Relaying, clock: Clock
     ) -> None:
-        self._connections, self._status_requests, self._membership, self._clock = (
+        self._connections, self._status_requests, self._admission, self._clock = (
             connections,
             status_requests,
-            membership,
+            admission,
             clock,
         )
         self._members: dict[int, list[Connection]] = {}  # by generation, for jobs whose memory is in use
@@ -98,7 +98,7 @@ class Teardown:
     def forget(self, connection: Connection, cause: Cause | None = None) -> None:
         """Drop a connection that may wait for its job to begin; `cause`: why it leaves, if it says so."""
         self.drop(connection)
-        self._membership.connection_ended(connection, self._clock(), cause)
+        self._admission.connection_ended(connection, self._clock(), cause)
 
     def drop(self, connection: Connection) -> None:
         """Close the connection."""
@@ -111,7 +111,7 @@ class Teardown:
             members.remove(connection)
             if not members:
                 connection.job.close()
-                self._membership.released(connection.job.generation)
+                self._admission.released(connection.job.generation)
                 del self._members[connection.job.generation]
                 self._failures.pop(connection.job.generation, None)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from omnireduce.errors import ConfigError
-from omnireduce.support.launchers import LAUNCHERS
+from omnireduce.support.launcher_variables import LAUNCHERS
 
 PREFIX = "HOROVOD_"
 LEVELS = {"trace": "debug", "fatal": "error"}  # all other levels have the same name here

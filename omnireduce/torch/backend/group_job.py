@@ -16,7 +16,7 @@ from omnireduce.core.descriptor import REFUSED_BYTES
 from omnireduce.errors import ClosedError, OmniReduceError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import run_agreed_by
-from omnireduce.runtime.rank.world import connect
+from omnireduce.runtime.rank.global_communicator import connect
 from omnireduce.support.config import Config, load_config, override_config
 from omnireduce.torch.backend.work import as_torch_error
 

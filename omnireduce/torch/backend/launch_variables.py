@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from omnireduce.errors import UsageError
 from omnireduce.launch.hosts import names_in
+from omnireduce.runtime.rank.global_communicator import first_of_host
 from omnireduce.runtime.rank.launcher_detection import Launch, detect_launch, launch_id
-from omnireduce.runtime.rank.world import first_of_host
 from omnireduce.support.addresses import loopback
 from omnireduce.torch.backend.rendezvous import MeetingPoint, drawn_ports
 

@@ -41,7 +41,7 @@ from omnireduce.torch.backend.rendezvous import (
     keep_store,
 )
 from omnireduce.torch.backend.work import NO_LIMIT, Completion, FinishedWork, Outcome, OutcomeWork, as_torch_error
-from omnireduce.torch.sparse import replace, rows_of, stream_of
+from omnireduce.torch.sparse_rows import replace, rows_of, stream_of
 from omnireduce.torch.tensors import array_of, bytes_of, copied, put_back, staged
 from omnireduce.torch_backend import BACKEND, DEVICES
 

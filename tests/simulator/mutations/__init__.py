@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import aggregator, coding, hosts, joining, kernels, membership, programs, relays, runtime, worker
+from . import admission, aggregator, coding, hosts, joining, kernels, programs, relays, runtime, worker
 from .base import Mutation
 
 __all__ = ["BY_NAME", "MUTATIONS", "Mutation"]
@@ -12,7 +12,7 @@ MUTATIONS: tuple[Mutation, ...] = (
     *coding.MUTATIONS,
     *kernels.MUTATIONS,
     *hosts.MUTATIONS,
-    *membership.MUTATIONS,
+    *admission.MUTATIONS,
     *runtime.MUTATIONS,
     *joining.MUTATIONS,
     *relays.MUTATIONS,

@@ -10,7 +10,7 @@ _UNION = "omnireduce.protocol.collective.merge"
 _SENDERS = "omnireduce.protocol.shard"
 _SLOTS = "omnireduce.protocol.shard"
 _COMBINE = "omnireduce.protocol.collective.merge"
-_LENGTHS = "omnireduce.protocol.collective.block_lists"
+_LENGTHS = "omnireduce.protocol.collective.index_lists"
 _WIRE = "omnireduce.core.wire.blocks"
 _DESCRIPTOR = "omnireduce.core.descriptor"
 
@@ -330,7 +330,7 @@ MUTATIONS = (
     ),
     Mutation(
         "all windows of a message begin its steps at block 0",
-        "omnireduce.protocol.collective.block_lists",
+        "omnireduce.protocol.collective.index_lists",
         "blocks of a long message are taken for others",
         "expand_steps(listed, *position, indices)",
         "expand_steps(listed, position[0], 0, indices)",

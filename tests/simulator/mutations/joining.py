@@ -102,7 +102,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a shard that stood still is not waited for",
-        "omnireduce.runtime.shard.admission",
+        "omnireduce.runtime.shard.pending_connections",
         "a survivor gives up because an aggregator stood still, though it has time left",
         'no Hello within {unidentified.limit_s:g} s", temporary=True)',
         'no Hello within {unidentified.limit_s:g} s")',

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_PACK = "omnireduce.kernels.pack"
+_PACK = "omnireduce.kernels.nonzero_blocks"
 _REDUCE = "omnireduce.kernels.reduce"
 _MERGE = "omnireduce.kernels.merge"
-_RUNS = "omnireduce.kernels.runs"
+_RUNS = "omnireduce.kernels.index_runs"
 _ROWS = "omnireduce.kernels.rows"
 _ROW_TESTS = "tests/protocol/test_host_rows.py::"
 
@@ -91,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a step of any length",
-        "omnireduce.kernels.steps",
+        "omnireduce.kernels.index_steps",
         "a step may go on for ever, and bits of it are lost",
         "position == listed.size or shift == STEP_BYTES * BITS",
         "position == listed.size",

@@ -7,7 +7,7 @@ from .base import Mutation
 _LINK = "omnireduce.transport.base"
 _DRIVER = "omnireduce.runtime.driver"
 _SERVER = "omnireduce.runtime.shard.server"
-_RECEPTION = "omnireduce.runtime.shard.admission"
+_PENDING = "omnireduce.runtime.shard.pending_connections"
 _DEPARTURES = "omnireduce.runtime.shard.teardown"
 _JOB = "omnireduce.runtime.shard.job"
 
@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "unidentified may stay",
-        _RECEPTION,
+        _PENDING,
         "who says nothing keeps a connection",
         "        for connection in unidentified.expired(now):\n",
         "        for connection in unidentified.expired(now - 1e9):\n",
@@ -115,7 +115,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what comes with the hello is lost",
-        _RECEPTION,
+        _PENDING,
         "a rank that dies at once is waited for",
         "                return events[number + 1 :]\n",
         "                return ()\n",
@@ -125,14 +125,14 @@ MUTATIONS = (
         "a newcomer that goes is kept",
         _DEPARTURES,
         "a job begins with a rank that is gone",
-        "        self.drop(connection)\n        self._membership.connection_ended(connection, self._clock(), cause)\n",
+        "        self.drop(connection)\n        self._admission.connection_ended(connection, self._clock(), cause)\n",
         "        self.drop(connection)\n",
     ),
     Mutation(
         "a departed rank is unknown to the books",
         _SERVER,
         "a rank cannot join again while others still leave",
-        "            self._membership.departed(job.generation, connection.rank)\n",
+        "            self._admission.departed(job.generation, connection.rank)\n",
         "",
     ),
     Mutation(

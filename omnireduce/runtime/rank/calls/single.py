@@ -21,7 +21,7 @@ from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.protocol.collective.operands import DenseTensor, Operand
 from omnireduce.protocol.collective.row_operands import RowSet, RowsInto
-from omnireduce.protocol.host.groups import Sharding
+from omnireduce.protocol.sharding import Sharding
 from omnireduce.runtime.rank.calls.arguments import (
     check_array,
     check_name,

@@ -1,4 +1,4 @@
-"""Packets: the operand of a collective in which each rank sends a part of any size. They are numbered by rank.
+"""The operand of a collective in which each rank sends a part of any size. Parts travel in packets, numbered by rank.
 
 A part is the bytes of an array, with zeros up to the end of the last packet. The last 8 bytes hold its number of items.
 A rank may refuse its part and say why. Then the part is that text, and the highest bit of these 8 bytes is 1.
@@ -21,7 +21,7 @@ COUNT_BYTES = 8
 IS_REFUSAL = 1 << 63
 
 
-class Packets(RowSet):
+class RaggedParts(RowSet):
     """This worker's part, and in the end the parts of all `senders`.
 
     `packets`: the packets of worker `rank`, this one; none if it sends nothing. `like`: (0, ...), an empty array of the

@@ -98,7 +98,7 @@ class Replace(NamedTuple):
     cause: Cause
 
 
-MembershipEffect = Answer | Admit | Announce | Replace
+AdmissionEffect = Answer | Admit | Announce | Replace
 
 
 NEWS_S = (
@@ -268,7 +268,7 @@ class Room:
 NEWS_AT_ONCE = 64  # workers of one job that are told in one turn
 
 
-class Membership:
+class Admission:
     """Admission to the jobs of one shard."""
 
     descriptors_of_one = 1  # file descriptors for one worker: its connection
@@ -306,7 +306,7 @@ class Membership:
 
     def hello(
         self, key: Hashable, hello: Hello, now: float, terms: TeamLimits = NO_LIMITS
-    ) -> Iterator[MembershipEffect]:
+    ) -> Iterator[AdmissionEffect]:
         """A worker asks to join. `terms`: the limits of its team."""
         formation_key, claim, displaced = FormationKey.of(hello), Claim.NEWCOMER, dict[int, str]()
         # first: nothing may depend on numbers without bounds
@@ -396,7 +396,7 @@ class Membership:
         self._held.pop(generation, None)
         self._has_freed_room |= bool(self._pending_jobs)
 
-    def expire(self, now: float) -> Iterator[MembershipEffect]:
+    def expire(self, now: float) -> Iterator[AdmissionEffect]:
         """Time has passed: start jobs that have settled, refuse jobs that gather for too long, tell who is missing."""
         limit_s, self._has_freed_room = self._limits.join_timeout_s, False
         for key in self._compilers.expired(now):
@@ -428,7 +428,7 @@ class Membership:
         """A hello of each job that runs, or whose ranks are still leaving."""
         return list(self._held.values())
 
-    def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[MembershipEffect]:
+    def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[AdmissionEffect]:
         """Jobs whose hellos match are ended: refuse the workers that wait for them, and workers that come again."""
         self.intake.end_survivors(is_meant, reason, now, self._salt + self._next_generation)
         for job in self._running.values():
@@ -439,7 +439,7 @@ class Membership:
                 self.intake.end(pending_job.spec, reason, now)
                 yield from self._disband(formation_key, reason)
 
-    def turn_away(self) -> Iterator[MembershipEffect]:
+    def turn_away(self) -> Iterator[AdmissionEffect]:
         """Admit nobody any more."""
         self.intake.close()
         for formation_key in list(self._pending_jobs):
@@ -484,7 +484,7 @@ class Membership:
 
     def _tell_of_refusal(
         self, formation_key: FormationKey, hello: Hello, wrong: str, now: float
-    ) -> Iterator[MembershipEffect]:
+    ) -> Iterator[AdmissionEffect]:
         """Tell the ranks that wait for a refused rank. If it can never join, they are refused, too."""
         pending_job = self._pending_jobs.get(formation_key)
         if pending_job is None or malformed(hello) or other_team_text(pending_job.spec, hello):
@@ -497,7 +497,7 @@ class Membership:
 
     def _decline(
         self, key: Hashable, hello: Hello, formation_key: FormationKey, now: float
-    ) -> Iterator[MembershipEffect]:
+    ) -> Iterator[AdmissionEffect]:
         """A rank refuses to come to a group. Only a rank of a job that runs here can, and only for groups of this
         job."""
         if not any(job.has_group(hello) for job in self._running.values()):
@@ -512,7 +512,7 @@ class Membership:
 
     def _disband(
         self, formation_key: FormationKey, reason: str, *, temporary: bool = False
-    ) -> Iterator[MembershipEffect]:
+    ) -> Iterator[AdmissionEffect]:
         """Refuse all ranks of a pending job."""
         pending_job = self._pending_jobs[formation_key]
         self._close(formation_key)
@@ -555,9 +555,7 @@ class Membership:
             self._close(formation_key)
         return Admit(generation, pending_job.spec.job, [key for key, _ in admitted], hellos)
 
-    def _tell_news(
-        self, formation_key: FormationKey, pending_job: PendingJob, now: float
-    ) -> Iterator[MembershipEffect]:
+    def _tell_news(self, formation_key: FormationKey, pending_job: PendingJob, now: float) -> Iterator[AdmissionEffect]:
         """Tell some of the waiting workers who is missing. When all know, and the job is held back, tell the running
         ranks how many wait."""
         if not pending_job.uninformed:
@@ -579,7 +577,7 @@ class Membership:
             if self._announced.is_news(generation, workers, now):
                 yield Announce(generation, workers)
 
-    def _replace(self, formation_key: FormationKey, pending_job: PendingJob, now: float) -> Iterator[MembershipEffect]:
+    def _replace(self, formation_key: FormationKey, pending_job: PendingJob, now: float) -> Iterator[AdmissionEffect]:
         """End the generation that still runs: the survivors that have left it have waited long enough."""
         pending_job.changed_at = now
         generation = self._generation_of(formation_key)
@@ -612,7 +610,7 @@ class Membership:
 
     def _displace_ranks(
         self, hello: Hello, formation_key: FormationKey, claim: Claim, displaced: dict[int, str], now: float
-    ) -> Iterator[MembershipEffect]:
+    ) -> Iterator[AdmissionEffect]:
         """Nothing is wrong with `hello`. If it comes from a survivor, refuse the ranks that are in its way."""
         pending_job = self._pending_jobs.get(formation_key)
         if pending_job is None or claim is not Claim.SURVIVOR:

@@ -9,8 +9,8 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import INDEX_BYTES, NO_RUNS, NO_STEPS, RUN_BYTES
-from omnireduce.kernels.runs import expand_runs, list_runs
-from omnireduce.kernels.steps import STEP_BYTES, expand_steps, list_steps
+from omnireduce.kernels.index_runs import expand_runs, list_runs
+from omnireduce.kernels.index_steps import STEP_BYTES, expand_steps, list_steps
 
 LONGER = 4  # the longest message is this many times as long as the shortest
 SHARE = 64  # a message that is longer than the shortest has at most this part, 1/64, of the bytes for its shard
@@ -56,7 +56,7 @@ START: ListPosition = (0, 0)
 
 
 class Lister:
-    """Lists up to `most` indices in memory that it keeps."""
+    """Lists up to `capacity` indices in memory that it keeps."""
 
     def __init__(self, capacity: int) -> None:
         self._runs = np.empty((capacity // 2, 2), np.int64)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import kernel
-from omnireduce.kernels.runs import NUMBER
+from omnireduce.kernels.index_runs import NUMBER
 
 STEP_BYTES = 7  # size of the longest step
 BITS, MORE = 7, 0x80

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_MEMBERSHIP = "omnireduce.protocol.joining.membership"
+_ADMISSION = "omnireduce.protocol.joining.admission"
 _CHECKS = "omnireduce.protocol.joining.checks"
 _GATHERING = "omnireduce.protocol.joining.pending_job"
 _DOOMED = "omnireduce.protocol.joining.failed_launches"
 _INTAKE = "omnireduce.protocol.joining.intake"
 _LIMITS = "omnireduce.protocol.joining.limits"
-_ROOM = "omnireduce.protocol.joining.membership"
+_ROOM = "omnireduce.protocol.joining.admission"
 
 MUTATIONS = (
     Mutation(
         "a rank joins a running job twice",
-        "omnireduce.protocol.joining.membership",
+        "omnireduce.protocol.joining.admission",
         "a second process takes part as a rank that is there",
         '            return rank_taken_text(self.ranks[hello.rank]) if hello.rank in self.ranks else ""\n',
         '            return ""\n',
     ),
     Mutation(
         "a rank joins a pending_job job twice",
-        _MEMBERSHIP,
+        _ADMISSION,
         "the second process takes the place of the first, which waits for ever",
         "        if hello.rank in pending_job.waiting_ranks and hello.rank not in displaced:\n",
         "        if hello.rank < 0:\n",
@@ -52,14 +52,14 @@ MUTATIONS = (
     ),
     Mutation(
         "hellos are not checked",
-        _MEMBERSHIP,
+        _ADMISSION,
         "who says what cannot be is admitted",
         " or malformed(hello) or self._limits.exceeded_alone(",
         " or self._limits.exceeded_alone(",
     ),
     Mutation(
         "versions are not checked",
-        _MEMBERSHIP,
+        _ADMISSION,
         "a worker of another version is admitted",
         "temporary = other_version(hello.version) or malformed",
         "temporary = malformed",
@@ -67,14 +67,14 @@ MUTATIONS = (
     ),
     Mutation(
         "pending_job takes for ever",
-        _MEMBERSHIP,
+        _ADMISSION,
         "those whose peers never come are kept",
         "not pending_job.held and now >= self._ends_at(pending_job):\n",
         "not pending_job.held and now >= self._ends_at(pending_job) + 1e9:\n",
     ),
     Mutation(
         "a launch that cannot start is waited for",
-        _MEMBERSHIP,
+        _ADMISSION,
         "ranks wait their whole time for one that was refused for good",
         "        if fails_launch(pending_job, hello, wrong, self._limits.exceeded_alone(hello)):\n",
         "        if False:\n",
@@ -98,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a job of nobody is kept",
-        _MEMBERSHIP,
+        _ADMISSION,
         "what the first rank said binds those who come after it went",
         "            if not pending_job.waiting_ranks:\n                self._close(formation_key)\n",
         "            if not pending_job.waiting_ranks:\n                pass\n",
@@ -106,14 +106,14 @@ MUTATIONS = (
     ),
     Mutation(
         "who left is still there",
-        _MEMBERSHIP,
+        _ADMISSION,
         "a rank cannot join again while others still leave",
         "            self._running[generation].ranks.pop(rank, None)\n",
         "            self._running[generation].ranks.get(rank)\n",
     ),
     Mutation(
         "a job that ended is still there",
-        _MEMBERSHIP,
+        _ADMISSION,
         "its ranks can never join again",
         "job = self._running.pop(generation, None)\n",
         "job = self._running.get(generation)\n",
@@ -135,7 +135,7 @@ MUTATIONS = (
     ),
     Mutation(
         "generations have one number",
-        _MEMBERSHIP,
+        _ADMISSION,
         "two jobs take each other's place",
         "self._next_generation, self._next_generation + 1\n",
         "self._next_generation, self._next_generation\n",
@@ -166,7 +166,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a shard that stops forgets who waits",
-        _MEMBERSHIP,
+        _ADMISSION,
         "those who wait for their peers are not told that the shard stops",
         "            yield from self._disband(formation_key, SHUTTING_DOWN, temporary=True)\n",
         "            self._close(formation_key)\n",
@@ -190,7 +190,7 @@ MUTATIONS = (
     ),
     Mutation(
         "survivors are believed",
-        _MEMBERSHIP,
+        _ADMISSION,
         "a stranger ends a job that is well",
         "        is_member = has_ticket and hello.survived == self._running[generation].formation\n",
         "        is_member = True\n",
@@ -198,7 +198,7 @@ MUTATIONS = (
     ),
     Mutation(
         "survivors are unknown",
-        _MEMBERSHIP,
+        _ADMISSION,
         "a rank that is stopped holds the others up for ever",
         "        is_member = has_ticket and hello.survived == self._running[generation].formation\n",
         "        is_member = False\n",
@@ -226,11 +226,11 @@ MUTATIONS = (
         "those for whom a smaller job has no place end it again and again",
         "        self._make_newcomers()\n        self.uninformed.clear()\n",
         "        self.uninformed.clear()\n",
-        test="tests/protocol/test_elastic_membership.py::test_survivors_who_find_no_place_are_newcomers_to_the_others",
+        test="tests/protocol/test_elastic_admission.py::test_survivors_who_find_no_place_are_newcomers_to_the_others",
     ),
     Mutation(
         "who makes way may not come again",
-        _MEMBERSHIP,
+        _ADMISSION,
         "a worker that was in the job gives up, because a shard could not know it",
         "Refused(wrong, temporary=others_claim is Claim.CLAIMANT)",
         "Refused(wrong)",
@@ -239,7 +239,7 @@ MUTATIONS = (
     ),
     Mutation(
         "survivors come before the checks",
-        _MEMBERSHIP,
+        _ADMISSION,
         "a survivor that cannot join puts others out",
         "            wrong, temporary = self._objection(hello, formation_key, claim, terms, displaced)\n",
         "            yield from self._displace_ranks(hello, formation_key, claim, displaced, now)\n"
@@ -258,18 +258,18 @@ MUTATIONS = (
     ),
     Mutation(
         "who comes and goes is news",
-        "omnireduce.protocol.joining.membership",
+        "omnireduce.protocol.joining.admission",
         "a stranger makes a message to every rank of a job with each of his hellos",
         "min((self._announced[generation][1] + NEWS_S for generation in self._deserted), default=None)",
         "0.0 if self._deserted else None",
-        test="tests/protocol/test_elastic_membership.py::test_a_newcomer_that_gives_up_is_taken_back",
+        test="tests/protocol/test_elastic_admission.py::test_a_newcomer_that_gives_up_is_taken_back",
     ),
     Mutation(
         "newcomers who have gone still wait",
-        "omnireduce.protocol.joining.membership",
+        "omnireduce.protocol.joining.admission",
         "a job is formed anew for nobody",
         "            self._deserted.add(generation)\n",
         "            pass\n",
-        test="tests/protocol/test_elastic_membership.py::test_a_newcomer_that_gives_up_is_taken_back",
+        test="tests/protocol/test_elastic_admission.py::test_a_newcomer_that_gives_up_is_taken_back",
     ),
 )

@@ -11,7 +11,7 @@ from omnireduce.core.status_messages import StatusRequest
 from omnireduce.core.wire.control import Aborted, Hello, Leave, Refused, decode_control
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.joining.membership import Admit, Announce, Membership, MembershipEffect, Replace
+from omnireduce.protocol.joining.admission import Admission, AdmissionEffect, Admit, Announce, Replace
 from omnireduce.runtime.driver import Clock
 from omnireduce.runtime.shard.access import Access, is_operator
 from omnireduce.runtime.shard.admin_requests import Administration
@@ -27,14 +27,14 @@ log = logging.getLogger("omnireduce.aggregator")
 MAX_UNIDENTIFIED = 4096  # connections that have not said Hello yet, or leave; fewer if descriptors are short
 
 
-class Admission:
+class PendingConnections:
     """Admits newcomers. `access` says who may join, and may be replaced; `change` is called with changes to jobs."""
 
     def __init__(
         self,
         *,
         access: Access,
-        membership: Membership | Relaying,
+        admission: Admission | Relaying,
         connections: Connections,
         teardown: Teardown,
         status_requests: StatusRequests,
@@ -44,13 +44,13 @@ class Admission:
         administration: Administration,
     ) -> None:
         self.access, self._administration = access, administration
-        self._membership, self._connections, self._teardown = membership, connections, teardown
+        self._admission, self._connections, self._teardown = admission, connections, teardown
         self._status_requests, self._pages, self._clock, self._change = status_requests, pages, clock, change
 
     def open(self, listener: Listener, listening: ListeningSockets, *, busy: bool) -> None:
         """Accept some of the connections that wait at a listener, fewer when jobs are `busy`."""
         unidentified, closing = self._connections.unidentified, self._connections.closing
-        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // self._membership.descriptors_of_one
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // self._admission.descriptors_of_one
         room = min(MAX_UNIDENTIFIED, descriptors // 2)
         limit = BESIDE_JOBS if busy else room
         for link in listening.accept(listener, limit=max(1, min(limit, room // 4))):
@@ -107,15 +107,15 @@ class Admission:
                 raise ProtocolError(f"expected one Hello, got {type(message).__name__}")
         except ProtocolError as error:
             self.refuse(connection, str(error))
-            self._membership.connection_ended(connection, self._clock())
+            self._admission.connection_ended(connection, self._clock())
             return False
         connection.hello = hello = connection.gate.signed(message)
         log.debug("%s wants to join", connection.link.peer, extra=connection.log_fields("hello"))
         self._connections.unidentified.discard(connection)
         if hello.compiling:
             self._connections.compilers[connection] = None
-        self._read_rival(self._membership.rival(hello))
-        self.answer(self._membership.hello(connection, hello, self._clock(), connection.gate.team.terms))
+        self._read_rival(self._admission.rival(hello))
+        self.answer(self._admission.hello(connection, hello, self._clock(), connection.gate.team.terms))
         return connection.job is None and not connection.leaving
 
     def _carry_out(self, connection: Connection, request: AdminRequest) -> None:
@@ -132,8 +132,8 @@ class Admission:
         if isinstance(rival, Connection):
             self.handle_events(rival, rival.link.poll())
 
-    def answer(self, effects: Iterable[MembershipEffect]) -> None:
-        """Pass the decisions of the membership on to newcomers and jobs."""
+    def answer(self, effects: Iterable[AdmissionEffect]) -> None:
+        """Pass the decisions of the admission on to newcomers and jobs."""
         for effect in list(effects):
             if isinstance(effect, Admit | Replace | Announce):
                 self._change(effect)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Hello, Pending, Refused
+from omnireduce.protocol.joining.admission import Admission, AdmissionEffect, Admit, Answer
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.membership import Admit, Answer, Membership, MembershipEffect
 from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.support.config.schema import TeamLimits
 from omnireduce.support.teams import NO_LIMITS
@@ -39,12 +39,12 @@ def hello(rank: int, world_size: int = 2, **changes: Any) -> Hello:
     return Hello(**(fields | changes))
 
 
-def join(membership: Membership, *ranks: int, world_size: int = 2, now: float = 0.0, **changes: Any) -> list[Any]:
+def join(admission: Admission, *ranks: int, world_size: int = 2, now: float = 0.0, **changes: Any) -> list[Any]:
     """Say hello as `ranks`, from connections named (job, rank); return the effects of the last one."""
-    effects: list[MembershipEffect] = []
+    effects: list[AdmissionEffect] = []
     for rank in ranks:
         message = hello(rank, world_size, **changes)
-        effects = list(membership.hello((message.job, rank), message, now))
+        effects = list(admission.hello((message.job, rank), message, now))
     return effects
 
 
@@ -56,50 +56,50 @@ def refusal(effects: list[Any]) -> str:
 
 
 def test_the_last_rank_starts_the_job_in_rank_order() -> None:
-    membership = Membership(LIMITS)
-    assert join(membership, 2, world_size=3) == [Answer(("job", 2), Pending([0, 1], 2))]
-    assert join(membership, 0, world_size=3) == [Answer(("job", 0), Pending([1], 1))]
-    (admit,) = join(membership, 1, world_size=3)
+    admission = Admission(LIMITS)
+    assert join(admission, 2, world_size=3) == [Answer(("job", 2), Pending([0, 1], 2))]
+    assert join(admission, 0, world_size=3) == [Answer(("job", 0), Pending([1], 1))]
+    (admit,) = join(admission, 1, world_size=3)
     assert (admit.generation, admit.job) == (1, "job")
     assert admit.keys == [("job", 0), ("job", 1), ("job", 2)]
     assert [each.rank for each in admit.hellos] == [0, 1, 2]
-    assert membership.deadline is None
+    assert admission.deadline is None
 
 
 def test_a_job_of_one_starts_at_once() -> None:
-    (admit,) = join(Membership(LIMITS), 0, world_size=1)
+    (admit,) = join(Admission(LIMITS), 0, world_size=1)
     assert isinstance(admit, Admit)
 
 
 def test_jobs_with_different_names_are_apart() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0, job="a")
-    join(membership, 0, job="b")
-    (first,) = join(membership, 1, job="b")
-    (second,) = join(membership, 1, job="a")
+    admission = Admission(LIMITS)
+    join(admission, 0, job="a")
+    join(admission, 0, job="b")
+    (first,) = join(admission, 1, job="b")
+    (second,) = join(admission, 1, job="a")
     assert [(each.generation, each.job) for each in (first, second)] == [(1, "b"), (2, "a")]
 
 
 def test_launches_never_meet_whatever_their_job_is_called() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0, launch="a")
-    (answer,) = membership.hello("b0", hello(0, launch="b"), 0.0)
+    admission = Admission(LIMITS)
+    join(admission, 0, launch="a")
+    (answer,) = admission.hello("b0", hello(0, launch="b"), 0.0)
     assert answer.message.missing == [1]
-    (first,) = membership.hello("b1", hello(1, launch="b"), 0.0)
+    (first,) = admission.hello("b1", hello(1, launch="b"), 0.0)
     assert (first.generation, first.keys) == (1, ["b0", "b1"])
-    (second,) = membership.hello("a1", hello(1, launch="a"), 0.0)
+    (second,) = admission.hello("a1", hello(1, launch="a"), 0.0)
     assert (second.generation, second.keys) == (2, [("job", 0), "a1"])
 
 
 def test_who_waits_hears_of_another_launch_of_the_same_name() -> None:
     """It may be that their ranks belong together."""
-    membership = Membership(LIMITS)
-    join(membership, 0, launch="a")
-    (answer,) = membership.hello("b1", hello(1, launch="b"), 0.0)
+    admission = Admission(LIMITS)
+    join(admission, 0, launch="a")
+    (answer,) = admission.hello("b1", hello(1, launch="b"), 0.0)
     assert "rank 0 (host h, pid 100) waits for a job of this name, too, but in another launch (b and a)" in (
         answer.message.note
     )
-    notes = {each.key: each.message.note for each in membership.expire(1.0)}
+    notes = {each.key: each.message.note for each in admission.expire(1.0)}
     assert (
         "rank 1 (host h, pid 101) waits for a job of this name, too, but in another launch (a and b)"
         in (notes["job", 0])
@@ -108,68 +108,68 @@ def test_who_waits_hears_of_another_launch_of_the_same_name() -> None:
 
 def test_all_who_wait_get_one_list_of_the_missing() -> None:
     """All ranks that wait get the same list, whatever the order in which ranks come and go."""
-    membership = Membership(LIMITS)
-    join(membership, 7, 3, 5, 0, world_size=40)
-    membership.connection_ended(("job", 3), 0.0)
-    membership.connection_ended(("job", 3), 0.0)  # only once
-    answers = list(membership.expire(1.0))
+    admission = Admission(LIMITS)
+    join(admission, 7, 3, 5, 0, world_size=40)
+    admission.connection_ended(("job", 3), 0.0)
+    admission.connection_ended(("job", 3), 0.0)  # only once
+    answers = list(admission.expire(1.0))
     assert {answer.key for answer in answers} == {("job", rank) for rank in (7, 5, 0)}
     missing = [rank for rank in range(40) if rank not in (7, 5, 0)]
     assert all(answer.message is answers[0].message for answer in answers)
     assert answers[0].message == Pending(missing[:16], 37)
-    assert join(membership, 3, world_size=40)[0].message.total_missing == 36
+    assert join(admission, 3, world_size=40)[0].message.total_missing == 36
 
 
 def test_many_missing_ranks_are_named_in_part() -> None:
-    (answer,) = join(Membership(LIMITS), 3, world_size=40)
+    (answer,) = join(Admission(LIMITS), 3, world_size=40)
     assert answer.message == Pending([0, 1, 2, *range(4, 17)], 39)
 
 
 def test_those_who_wait_hear_of_newcomers_at_most_once_a_second() -> None:
     """With N ranks that come at once, N messages and not N²."""
-    membership = Membership(LIMITS)
+    admission = Admission(LIMITS)
     for rank in range(30):
-        (answer,) = join(membership, rank, world_size=32, now=10.0 + rank / 100)
+        (answer,) = join(admission, rank, world_size=32, now=10.0 + rank / 100)
         assert answer.key == ("job", rank)
-    assert membership.deadline == 11.0
-    assert list(membership.expire(10.99)) == []
+    assert admission.deadline == 11.0
+    assert list(admission.expire(10.99)) == []
     news = Pending([30, 31], 2)
-    assert list(membership.expire(11.0)) == [Answer(("job", rank), news) for rank in range(30)]
-    assert membership.deadline == 40.0
-    assert list(membership.expire(20.0)) == []
-    membership.connection_ended(("job", 29), 0.0)
-    assert membership.deadline == 12.0
-    assert next(membership.expire(20.0)) == Answer(("job", 0), Pending([29, 30, 31], 3))
+    assert list(admission.expire(11.0)) == [Answer(("job", rank), news) for rank in range(30)]
+    assert admission.deadline == 40.0
+    assert list(admission.expire(20.0)) == []
+    admission.connection_ended(("job", 29), 0.0)
+    assert admission.deadline == 12.0
+    assert next(admission.expire(20.0)) == Answer(("job", 0), Pending([29, 30, 31], 3))
 
 
 def test_those_who_wait_hear_who_was_refused_and_why() -> None:
     """Until that rank joins; the others that come learn it, too."""
-    membership = Membership(LIMITS)
-    join(membership, 0, world_size=4)
-    reason = refusal(join(membership, 1, world_size=2))
+    admission = Admission(LIMITS)
+    join(admission, 0, world_size=4)
+    reason = refusal(join(admission, 1, world_size=2))
     note = f"rank 1 (host h, pid 101) was refused: {reason}"
-    assert join(membership, 2, world_size=4) == [Answer(("job", 2), Pending([1, 3], 2, note))]
-    assert list(membership.expire(1.0)) == [Answer(("job", rank), Pending([1, 3], 2, note)) for rank in (0, 2)]
-    refusal(list(membership.hello("x", hello(-1, 4), 1.0)))
-    assert join(membership, 1, world_size=4) == [Answer(("job", 1), Pending([3], 1))]
-    assert list(membership.expire(2.0)) == [Answer(("job", rank), Pending([3], 1)) for rank in (0, 2, 1)]
+    assert join(admission, 2, world_size=4) == [Answer(("job", 2), Pending([1, 3], 2, note))]
+    assert list(admission.expire(1.0)) == [Answer(("job", rank), Pending([1, 3], 2, note)) for rank in (0, 2)]
+    refusal(list(admission.hello("x", hello(-1, 4), 1.0)))
+    assert join(admission, 1, world_size=4) == [Answer(("job", 1), Pending([3], 1))]
+    assert list(admission.expire(2.0)) == [Answer(("job", rank), Pending([3], 1)) for rank in (0, 2, 1)]
 
 
 def test_a_job_that_expires_says_who_was_refused() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0)
-    reason = refusal(join(membership, 1, world_size=3))
-    assert f"after 30 s (rank 1 (host h, pid 101) was refused: {reason})" in refusal(list(membership.expire(30.0)))
+    admission = Admission(LIMITS)
+    join(admission, 0)
+    reason = refusal(join(admission, 1, world_size=3))
+    assert f"after 30 s (rank 1 (host h, pid 101) was refused: {reason})" in refusal(list(admission.expire(30.0)))
 
 
 def test_a_rank_cannot_join_twice() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0)
+    admission = Admission(LIMITS)
+    join(admission, 0)
     again = hello(0, host="other", pid=7)
-    assert "rank 0 (host h, pid 100) is already in job 'job'" in refusal(list(membership.hello("new", again, 0.0)))
-    (admit,) = join(membership, 1)
+    assert "rank 0 (host h, pid 100) is already in job 'job'" in refusal(list(admission.hello("new", again, 0.0)))
+    (admit,) = join(admission, 1)
     assert admit.keys == [("job", 0), ("job", 1)]
-    assert "rank 0 (host h, pid 100) is already in job 'job'" in refusal(list(membership.hello("new", again, 0.0)))
+    assert "rank 0 (host h, pid 100) is already in job 'job'" in refusal(list(admission.hello("new", again, 0.0)))
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_a_rank_cannot_join_twice() -> None:
     ],
 )
 def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0)
-    reason = refusal(list(membership.hello("new", hello(1, **changes), 0.0)))
+    admission = Admission(LIMITS)
+    join(admission, 0)
+    reason = refusal(list(admission.hello("new", hello(1, **changes), 0.0)))
     name = next(iter(changes))
     assert reason.startswith(f"{name} {changes[name]} differs from ")
     assert "rank 0 (host h, pid 100) in job 'job'" in reason
@@ -197,7 +197,7 @@ def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:
         if name == "shards"
         else "different jobs under different names (cluster.job)"
     )
-    assert isinstance(join(membership, 1)[0], Admit)
+    assert isinstance(join(admission, 1)[0], Admit)
 
 
 @pytest.mark.parametrize(
@@ -232,125 +232,125 @@ def test_ranks_that_disagree_are_refused(changes: dict[str, int]) -> None:
     ],
 )
 def test_a_hello_out_of_range_is_refused(changes: dict[str, Any], words: str) -> None:
-    membership = Membership(LIMITS)
-    assert words in refusal(list(membership.hello("key", hello(**({"rank": 0} | changes)), 0.0)))
-    assert membership.deadline is None
+    admission = Admission(LIMITS)
+    assert words in refusal(list(admission.hello("key", hello(**({"rank": 0} | changes)), 0.0)))
+    assert admission.deadline is None
 
 
 def test_no_more_jobs_than_allowed() -> None:
-    membership = Membership(LIMITS)
-    (running,) = join(membership, 0, job="a", world_size=1)
-    join(membership, 0, job="b")
-    join(membership, 0, job="c")
-    assert "3 jobs are here already" in refusal(join(membership, 0, job="d"))
-    assert isinstance(join(membership, 1, job="c")[0], Admit)  # it was counted already
-    membership.finished(running.generation, 0.0)
-    assert join(membership, 0, job="d") == [Answer(("d", 0), Pending([1], 1))]
+    admission = Admission(LIMITS)
+    (running,) = join(admission, 0, job="a", world_size=1)
+    join(admission, 0, job="b")
+    join(admission, 0, job="c")
+    assert "3 jobs are here already" in refusal(join(admission, 0, job="d"))
+    assert isinstance(join(admission, 1, job="c")[0], Admit)  # it was counted already
+    admission.finished(running.generation, 0.0)
+    assert join(admission, 0, job="d") == [Answer(("d", 0), Pending([1], 1))]
 
 
 def test_no_more_ranks_than_allowed() -> None:
     """All ranks of a pending job count, even those that have not come. Ranks of an ended job count until they go."""
-    membership = Membership(dataclasses.replace(LIMITS, max_ranks=5))
-    (running,) = join(membership, 0, 1, job="a")
-    join(membership, 0, job="b")
+    admission = Admission(dataclasses.replace(LIMITS, max_ranks=5))
+    (running,) = join(admission, 0, 1, job="a")
+    join(admission, 0, job="b")
     reason = "4 ranks of other jobs and 2 of this one are more than aggregator.max_ranks, 5: raise it, or wait"
-    assert refusal(join(membership, 0, job="c")) == reason
-    assert isinstance(join(membership, 1, job="b")[0], Admit)  # it was counted already
-    membership.finished(running.generation, 0.0)
-    assert refusal(join(membership, 0, job="c")) == reason
-    membership.released(running.generation)
-    assert join(membership, 0, job="c") == [Answer(("c", 0), Pending([1], 1))]
+    assert refusal(join(admission, 0, job="c")) == reason
+    assert isinstance(join(admission, 1, job="b")[0], Admit)  # it was counted already
+    admission.finished(running.generation, 0.0)
+    assert refusal(join(admission, 0, job="c")) == reason
+    admission.released(running.generation)
+    assert join(admission, 0, job="c") == [Answer(("c", 0), Pending([1], 1))]
 
 
 def test_no_more_memory_than_allowed() -> None:
     """The limit is for all jobs together; each has 3 × 4 slots."""
     each = 3 * 4 * 65536
-    membership = Membership(dataclasses.replace(LIMITS, max_bytes=2 * each))
-    (running,) = join(membership, 0, 1, job="a")
-    join(membership, 0, job="b")
+    admission = Admission(dataclasses.replace(LIMITS, max_bytes=2 * each))
+    (running,) = join(admission, 0, 1, job="a")
+    join(admission, 0, job="b")
     reason = (
         f"{2 * each} bytes of slots and state of other jobs and {each} of this one are more than aggregator.max_bytes"
     )
-    assert reason in refusal(join(membership, 0, job="c"))
-    membership.connection_ended(("b", 0), 0.0)
-    assert isinstance(join(membership, 0, job="c")[0], Answer)
-    assert reason in refusal(join(membership, 0, job="d"))
-    membership.finished(running.generation, 0.0)
-    assert reason in refusal(join(membership, 0, job="d"))
-    membership.released(running.generation)
-    assert isinstance(join(membership, 0, job="d")[0].message, Pending)
+    assert reason in refusal(join(admission, 0, job="c"))
+    admission.connection_ended(("b", 0), 0.0)
+    assert isinstance(join(admission, 0, job="c")[0], Answer)
+    assert reason in refusal(join(admission, 0, job="d"))
+    admission.finished(running.generation, 0.0)
+    assert reason in refusal(join(admission, 0, job="d"))
+    admission.released(running.generation)
+    assert isinstance(join(admission, 0, job="d")[0].message, Pending)
 
 
 def test_a_rank_that_goes_while_the_job_gathers_may_come_again() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0, 1, world_size=3)
-    membership.connection_ended(("job", 0), 0.0)
-    assert list(membership.expire(1.0)) == [Answer(("job", 1), Pending([0, 2], 2))]
-    join(membership, 0, world_size=3)
-    assert isinstance(join(membership, 2, world_size=3)[0], Admit)
+    admission = Admission(LIMITS)
+    join(admission, 0, 1, world_size=3)
+    admission.connection_ended(("job", 0), 0.0)
+    assert list(admission.expire(1.0)) == [Answer(("job", 1), Pending([0, 2], 2))]
+    join(admission, 0, world_size=3)
+    assert isinstance(join(admission, 2, world_size=3)[0], Admit)
 
 
 def test_the_last_one_to_go_takes_the_job_along() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0)
-    membership.connection_ended(("job", 0), 0.0)
-    assert membership.deadline is None
-    join(membership, 0, 1, world_size=3)  # another size: nothing was left of the first one
+    admission = Admission(LIMITS)
+    join(admission, 0)
+    admission.connection_ended(("job", 0), 0.0)
+    assert admission.deadline is None
+    join(admission, 0, 1, world_size=3)  # another size: nothing was left of the first one
 
 
 def test_going_unknown_is_nothing() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0)
-    membership.connection_ended("stranger", 0.0)
-    membership.departed(99, 0)
-    membership.finished(99, 0.0)
-    assert isinstance(join(membership, 1)[0], Admit)
+    admission = Admission(LIMITS)
+    join(admission, 0)
+    admission.connection_ended("stranger", 0.0)
+    admission.departed(99, 0)
+    admission.finished(99, 0.0)
+    assert isinstance(join(admission, 1)[0], Admit)
 
 
 def test_a_new_generation_gathers_while_the_old_one_leaves() -> None:
-    membership = Membership(LIMITS)
-    (old,) = join(membership, 0, 1)
-    membership.departed(old.generation, 1)
-    assert join(membership, 1) == [Answer(("job", 1), Pending([0], 1))]
-    assert "already in job" in refusal(join(membership, 0))
-    membership.departed(old.generation, 0)
-    (new,) = join(membership, 0)
+    admission = Admission(LIMITS)
+    (old,) = join(admission, 0, 1)
+    admission.departed(old.generation, 1)
+    assert join(admission, 1) == [Answer(("job", 1), Pending([0], 1))]
+    assert "already in job" in refusal(join(admission, 0))
+    admission.departed(old.generation, 0)
+    (new,) = join(admission, 0)
     assert new.generation == old.generation + 1
-    membership.finished(old.generation, 0.0)
-    assert "already in job" in refusal(join(membership, 0))
-    membership.finished(new.generation, 0.0)
-    assert isinstance(join(membership, 0)[0], Answer)
+    admission.finished(old.generation, 0.0)
+    assert "already in job" in refusal(join(admission, 0))
+    admission.finished(new.generation, 0.0)
+    assert isinstance(join(admission, 0)[0], Answer)
 
 
 def test_gathering_for_too_long_is_refused() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 1, world_size=4, now=5.0)
-    join(membership, 3, world_size=4, now=20.0)
-    join(membership, 0, job="later", now=6.0)
-    assert len(list(membership.expire(34.0))) == 2
-    assert membership.deadline == 35.0
-    assert list(membership.expire(34.9)) == []
-    answers = list(membership.expire(35.0))
+    admission = Admission(LIMITS)
+    join(admission, 1, world_size=4, now=5.0)
+    join(admission, 3, world_size=4, now=20.0)
+    join(admission, 0, job="later", now=6.0)
+    assert len(list(admission.expire(34.0))) == 2
+    assert admission.deadline == 35.0
+    assert list(admission.expire(34.9)) == []
+    answers = list(admission.expire(35.0))
     assert {answer.key for answer in answers} == {("job", 1), ("job", 3)}
     assert all("waiting for rank 0, 2 after 30 s" in refusal([answer]) for answer in answers)
-    assert membership.deadline == 36.0
+    assert admission.deadline == 36.0
 
 
 def test_an_expired_job_of_many_ranks_is_described_in_few_words() -> None:
-    membership = Membership(Limits(3, 100_000, 1 << 40, 30.0))
-    join(membership, 0, world_size=100_000)
-    assert len(refusal(list(membership.expire(30.0)))) < 1000
+    admission = Admission(Limits(3, 100_000, 1 << 40, 30.0))
+    join(admission, 0, world_size=100_000)
+    assert len(refusal(list(admission.expire(30.0)))) < 1000
 
 
 def test_a_shard_that_stops_refuses_those_who_wait_and_those_who_come() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0)
-    (running,) = join(membership, 0, 1, job="running")
-    assert refusal(list(membership.turn_away())) == "the aggregator is shutting down"
-    assert membership.deadline is None
-    assert "shutting down" in refusal(join(membership, 1))
-    membership.finished(running.generation, 0.0)
-    assert list(membership.turn_away()) == []
+    admission = Admission(LIMITS)
+    join(admission, 0)
+    (running,) = join(admission, 0, 1, job="running")
+    assert refusal(list(admission.turn_away())) == "the aggregator is shutting down"
+    assert admission.deadline is None
+    assert "shutting down" in refusal(join(admission, 1))
+    admission.finished(running.generation, 0.0)
+    assert list(admission.turn_away()) == []
 
 
 class Life(RuleBasedStateMachine):
@@ -362,7 +362,7 @@ class Life(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.membership = Membership(TIGHT)
+        self.admission = Admission(TIGHT)
         self.now = 0.0
         self.next_key = 0
         self.held: dict[int, Hello] = {}  # by generation, one of its ranks, until it is released
@@ -370,7 +370,7 @@ class Life(RuleBasedStateMachine):
         self.running: dict[int, dict[int, Hello]] = {}  # by generation, the ranks that are still there
         self.started = 0
 
-    def read(self, effects: Iterable[MembershipEffect]) -> list[int]:
+    def read(self, effects: Iterable[AdmissionEffect]) -> list[int]:
         """Keep the model in step; return the generations that started."""
         started = []
         for effect in effects:
@@ -387,7 +387,7 @@ class Life(RuleBasedStateMachine):
         return started
 
     def admitted(self, admit: Admit) -> None:
-        assert self.membership.intake.state != "closed"
+        assert self.admission.intake.state != "closed"
         assert admit.generation > self.started
         self.started = admit.generation
         requests = [msgspec.structs.replace(each, formation=0, ticket=b"") for each in admit.hellos]
@@ -435,9 +435,9 @@ class Life(RuleBasedStateMachine):
         fits = bool(others) or (own <= terms.max_ranks and len(own_jobs) + own_running < terms.max_jobs)
         fair = fits and not of_others
         welcome = (
-            rank < world_size and agrees and not is_there and room and fair and self.membership.intake.state != "closed"
+            rank < world_size and agrees and not is_there and room and fair and self.admission.intake.state != "closed"
         )
-        started = self.read(self.membership.hello(self.next_key, message, self.now, terms))
+        started = self.read(self.admission.hello(self.next_key, message, self.now, terms))
         assert bool(started) == (welcome and len(others) + 1 == world_size)
         assert (self.next_key in self.waiting or bool(started)) == welcome
         return multiple(*started)
@@ -447,22 +447,22 @@ class Life(RuleBasedStateMachine):
         if self.waiting:
             key = data.draw(st.sampled_from(sorted(self.waiting)))  # type: ignore[type-var]
             del self.waiting[key]
-            self.membership.connection_ended(key, 0.0)
+            self.admission.connection_ended(key, 0.0)
 
     @rule(generation=generations, rank=st.integers(0, 2))
     def departs(self, generation: int, rank: int) -> None:
-        self.membership.departed(generation, rank)
+        self.admission.departed(generation, rank)
         self.running.get(generation, {}).pop(rank, None)
 
     @rule(target=over, generation=consumes(generations))
     def finishes(self, generation: int) -> int:
-        self.membership.finished(generation, 0.0)
+        self.admission.finished(generation, 0.0)
         self.running.pop(generation, None)
         return generation
 
     @rule(generation=consumes(over))
     def is_released(self, generation: int) -> None:
-        self.membership.released(generation)
+        self.admission.released(generation)
         del self.held[generation]
 
     @rule(seconds=st.sampled_from([1.0, 15.0, 31.0]))
@@ -470,21 +470,21 @@ class Life(RuleBasedStateMachine):
         self.now += seconds
         due = any(
             self.now - pending_job.since >= LIMITS.join_timeout_s
-            for pending_job in self.membership._pending_jobs.values()
+            for pending_job in self.admission._pending_jobs.values()
         )
         before = len(self.waiting)
-        self.read(self.membership.expire(self.now))
+        self.read(self.admission.expire(self.now))
         assert (len(self.waiting) < before) == due
 
     @rule(really=st.integers(0, 9))
     def stops(self, really: int) -> None:
         if really == 0:
-            self.read(self.membership.turn_away())
+            self.read(self.admission.turn_away())
             assert not self.waiting
 
     @invariant()
     def deadlines_are_ahead(self) -> None:
-        deadline = self.membership.deadline
+        deadline = self.admission.deadline
         assert (deadline is not None) == bool(self.waiting)
         assert deadline is None or deadline <= self.now + LIMITS.join_timeout_s
 
@@ -500,57 +500,57 @@ def test_member_name() -> None:
 # ranks whose kernels compile
 
 
-def compile_as(membership: Membership, rank: int, now: float = 0.0, **changes: Any) -> list[Any]:
+def compile_as(admission: Admission, rank: int, now: float = 0.0, **changes: Any) -> list[Any]:
     """Say as `rank`, from a connection named ("compiles", rank), that it will come."""
-    return list(membership.hello(("compiles", rank), hello(rank, 3, compiling=True, **changes), now))
+    return list(admission.hello(("compiles", rank), hello(rank, 3, compiling=True, **changes), now))
 
 
 def test_time_does_not_go_by_while_kernels_compile() -> None:
-    membership, limit_s = Membership(LIMITS), LIMITS.join_timeout_s
-    assert compile_as(membership, 2) == [Answer(("compiles", 2), Pending([], 0))]
-    assert membership.gathers == 0
-    assert membership.deadline == COMPILING_S
-    assert join(membership, 0, world_size=3) == [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
+    admission, limit_s = Admission(LIMITS), LIMITS.join_timeout_s
+    assert compile_as(admission, 2) == [Answer(("compiles", 2), Pending([], 0))]
+    assert admission.gathers == 0
+    assert admission.deadline == COMPILING_S
+    assert join(admission, 0, world_size=3) == [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
     for second in (1, 2, 3 * limit_s):  # said again and again
-        assert membership.deadline <= second  # type: ignore[operator]
+        assert admission.deadline <= second  # type: ignore[operator]
         expected = [Answer(("job", 0), Pending([1, 2], 2, compiling=[2]))]
-        assert list(membership.expire(second)) == expected
-    membership.connection_ended(("compiles", 2), 3 * limit_s)
-    assert join(membership, 2, world_size=3, now=3 * limit_s) == [Answer(("job", 2), Pending([1], 1))]
-    assert not [each for each in membership.expire(4 * limit_s - 0.5) if isinstance(each.message, Refused)]  # type: ignore[union-attr]
-    late = list(membership.expire(4 * limit_s))
+        assert list(admission.expire(second)) == expected
+    admission.connection_ended(("compiles", 2), 3 * limit_s)
+    assert join(admission, 2, world_size=3, now=3 * limit_s) == [Answer(("job", 2), Pending([1], 1))]
+    assert not [each for each in admission.expire(4 * limit_s - 0.5) if isinstance(each.message, Refused)]  # type: ignore[union-attr]
+    late = list(admission.expire(4 * limit_s))
     assert {each.key for each in late} == {("job", 0), ("job", 2)}  # type: ignore[union-attr]
     assert all(isinstance(each.message, Refused) for each in late)  # type: ignore[union-attr]
 
 
 def test_a_rank_that_compiles_for_too_long_is_waited_for_no_more() -> None:
-    membership = Membership(LIMITS)
-    compile_as(membership, 1)
-    join(membership, 0, world_size=3, now=10.0)
-    assert not refused(membership.expire(COMPILING_S - 1.0))
-    assert refused(membership.expire(COMPILING_S)) == [("compiles", 1)]
-    assert refused(membership.expire(COMPILING_S + LIMITS.join_timeout_s)) == [("job", 0)]
-    assert membership.deadline is None
+    admission = Admission(LIMITS)
+    compile_as(admission, 1)
+    join(admission, 0, world_size=3, now=10.0)
+    assert not refused(admission.expire(COMPILING_S - 1.0))
+    assert refused(admission.expire(COMPILING_S)) == [("compiles", 1)]
+    assert refused(admission.expire(COMPILING_S + LIMITS.join_timeout_s)) == [("job", 0)]
+    assert admission.deadline is None
 
 
 def test_a_rank_that_says_again_and_again_that_it_compiles_keeps_a_job_for_a_bounded_time() -> None:
-    membership, limit_s = Membership(LIMITS), LIMITS.join_timeout_s
-    join(membership, 0, world_size=3)
+    admission, limit_s = Admission(LIMITS), LIMITS.join_timeout_s
+    join(admission, 0, world_size=3)
     for now in range(10, int(COMPILING_S), 10):
-        membership.connection_ended(("compiles", 1), now - 5.0)
-        compile_as(membership, 1, now=float(now))
-        assert not refused(membership.expire(float(now)))
-    (answer,) = [each for each in membership.expire(COMPILING_S) if isinstance(each, Answer)]
+        admission.connection_ended(("compiles", 1), now - 5.0)
+        compile_as(admission, 1, now=float(now))
+        assert not refused(admission.expire(float(now)))
+    (answer,) = [each for each in admission.expire(COMPILING_S) if isinstance(each, Answer)]
     assert answer == Answer(("job", 0), Pending([1, 2], 2, compiling=[]))
-    assert refused(membership.expire(COMPILING_S + limit_s)) == [("job", 0)]
+    assert refused(admission.expire(COMPILING_S + limit_s)) == [("job", 0)]
 
 
 def test_ranks_that_compile_count_as_ranks_that_a_shard_and_a_team_may_have() -> None:
-    membership = Membership(TIGHT)  # five ranks
+    admission = Admission(TIGHT)  # five ranks
 
     def compiles(number: int, **changes: Any) -> list[Any]:
         request = hello(0, 1, job=f"job{number}", compiling=True, **changes)
-        return list(membership.hello(number, request, 0.0, TEAM_TERMS if changes else NO_LIMITS))
+        return list(admission.hello(number, request, 0.0, TEAM_TERMS if changes else NO_LIMITS))
 
     assert [compiles(number, team="red") for number in range(3)] == [
         [Answer(number, Pending([], 0))] for number in range(3)
@@ -558,64 +558,64 @@ def test_ranks_that_compile_count_as_ranks_that_a_shard_and_a_team_may_have() ->
     assert "3 ranks of team 'red' compile already, which is max_ranks in red.toml" in refusal(compiles(3, team="red"))
     assert [compiles(number)[0].message for number in (4, 5)] == [Pending([], 0)] * 2
     assert "5 ranks compile already, which is aggregator.max_ranks" in refusal(compiles(6))
-    membership.connection_ended(0, 1.0)
+    admission.connection_ended(0, 1.0)
     assert compiles(7, team="red") == [Answer(7, Pending([], 0))]
 
 
 def test_nobody_waits_for_who_is_here_or_can_never_come_though_it_says_that_it_compiles() -> None:
-    membership = Membership(LIMITS)
-    join(membership, 0, world_size=3)
-    (first, second) = (each.message for each in compile_as(membership, 0) + list(membership.expire(1.0)))
+    admission = Admission(LIMITS)
+    join(admission, 0, world_size=3)
+    (first, second) = (each.message for each in compile_as(admission, 0) + list(admission.expire(1.0)))
     assert "rank 0 (host h, pid 100) is already in job 'job'" in first.reason
     assert second.compiling == []
-    other = list(membership.hello("other", hello(2, 4, compiling=True), 1.0))
+    other = list(admission.hello("other", hello(2, 4, compiling=True), 1.0))
     assert "world_size 4 differs from 3" in refusal(other)
-    assert refused(membership.expire(LIMITS.join_timeout_s)) == [("job", 0)]
+    assert refused(admission.expire(LIMITS.join_timeout_s)) == [("job", 0)]
 
 
 def test_of_several_connections_of_a_rank_that_compiles_the_last_one_counts() -> None:
-    membership = Membership(LIMITS)
+    admission = Admission(LIMITS)
     for number, now in enumerate((0.0, 5.0)):
-        list(membership.hello(("again", number), hello(1, 3, compiling=True), now))
-    join(membership, 0, world_size=3, now=5.0)
-    membership.connection_ended(("again", 0), 6.0)
-    (answer,) = membership.expire(10.0)
+        list(admission.hello(("again", number), hello(1, 3, compiling=True), now))
+    join(admission, 0, world_size=3, now=5.0)
+    admission.connection_ended(("again", 0), 6.0)
+    (answer,) = admission.expire(10.0)
     assert answer == Answer(("job", 0), Pending([1, 2], 2, compiling=[1]))
-    join(membership, 1, world_size=3, now=11.0)
-    (answer, *_) = membership.expire(12.0)
+    join(admission, 1, world_size=3, now=11.0)
+    (answer, *_) = admission.expire(12.0)
     assert answer == Answer(("job", 0), Pending([2], 1, compiling=[]))
 
 
-def refused(effects: Iterable[MembershipEffect]) -> list[Hashable]:
+def refused(effects: Iterable[AdmissionEffect]) -> list[Hashable]:
     return [effect.key for effect in effects if isinstance(effect, Answer) and isinstance(effect.message, Refused)]
 
 
 @pytest.mark.parametrize("changes", [{"team": "other"}, {"job": "other"}, {"launch": "other"}])
 def test_others_that_compile_keep_nobody_waiting(changes: dict[str, str]) -> None:
-    membership = Membership(LIMITS)
-    compile_as(membership, 1, **changes)
-    (answer,) = join(membership, 0, world_size=3)
+    admission = Admission(LIMITS)
+    compile_as(admission, 1, **changes)
+    (answer,) = join(admission, 0, world_size=3)
     assert answer.message.compiling == []
-    assert refused(membership.expire(LIMITS.join_timeout_s)) == [("job", 0)]
+    assert refused(admission.expire(LIMITS.join_timeout_s)) == [("job", 0)]
 
 
 def test_a_job_starts_though_the_connection_of_a_rank_that_compiled_is_still_there() -> None:
-    membership = Membership(LIMITS)
-    compile_as(membership, 1)
-    join(membership, 0, 2, world_size=3)
-    (admit,) = join(membership, 1, world_size=3)
+    admission = Admission(LIMITS)
+    compile_as(admission, 1)
+    join(admission, 0, 2, world_size=3)
+    (admit,) = join(admission, 1, world_size=3)
     assert admit.keys == [("job", 0), ("job", 1), ("job", 2)]
-    membership.connection_ended(("compiles", 1), 1.0)
+    admission.connection_ended(("compiles", 1), 1.0)
 
 
 def test_who_compiles_is_told_at_once_that_it_cannot_join() -> None:
-    membership = Membership(LIMITS)
-    assert "rank 5 of 3 does not exist" in refusal(compile_as(membership, 5))
-    list(membership.turn_away())
-    assert "shutting down" in refusal(compile_as(membership, 1))
+    admission = Admission(LIMITS)
+    assert "rank 5 of 3 does not exist" in refusal(compile_as(admission, 5))
+    list(admission.turn_away())
+    assert "shutting down" in refusal(compile_as(admission, 1))
 
 
 def test_who_compiles_is_told_when_the_aggregator_stops() -> None:
-    membership = Membership(LIMITS)
-    compile_as(membership, 1)
-    assert refused(membership.turn_away()) == [("compiles", 1)]
+    admission = Admission(LIMITS)
+    compile_as(admission, 1)
+    assert refused(admission.turn_away()) == [("compiles", 1)]

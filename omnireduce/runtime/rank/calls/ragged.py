@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from omnireduce.core.descriptor import PACKET_BYTES, Descriptor, Kind, describe, dtype_text
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
-from omnireduce.protocol.collective.packets import Packets, packed, packed_refusal, packet_count
+from omnireduce.protocol.collective.ragged_parts import RaggedParts, packed, packed_refusal, packet_count
 from omnireduce.runtime.rank.calls.arguments import (
     check_array,
     check_name,
@@ -76,14 +76,14 @@ def _packets(
     make_part: Callable[[], Array | None],
     senders: Sequence[int],
     like: Array,
-) -> Packets:
+) -> RaggedParts:
     """The operand with this rank's part, which `make_part` makes. Raises the errors of `make_part`, and UsageError for
     too many bytes; then a refusal can travel in place of the part."""
 
-    def make_packets(rows: Array) -> Packets:
+    def make_packets(rows: Array) -> RaggedParts:
         layout, max_packets = context.layout(descriptor), descriptor.packets
         return context.with_pool(
-            lambda pool: Packets(
+            lambda pool: RaggedParts(
                 rows, like, layout, pool.take, rank=context.rank, senders=senders, max_packets=max_packets
             )
         )
@@ -106,7 +106,7 @@ def _rows_of(part: Array | None, max_bytes: int) -> Array:
     return packed(part)
 
 
-def _parts(packets: Packets) -> list[Array]:
+def _parts(packets: RaggedParts) -> list[Array]:
     """The parts of all ranks. Raises UsageError if a rank has refused its part."""
     for rank, reason in packets.refused.items():
         raise mark_reported(UsageError(f"rank {rank} refused its part: {reason}"))
@@ -117,5 +117,5 @@ def _bytes_of(x: object, trust: bool) -> Array:
     return np.frombuffer(to_bytes(x, trust), np.uint8)
 
 
-def _read(packets: Packets, index: int, rank: int, trust: bool) -> object:
+def _read(packets: RaggedParts, index: int, rank: int, trust: bool) -> object:
     return from_bytes(_parts(packets)[index].tobytes(), trust, f"rank {rank}")
