@@ -15,7 +15,7 @@ from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.select import copy_blocks
-from omnireduce.protocol.collective.codecs import Coder
+from omnireduce.protocol.collective.codecs import BlockCoder
 from omnireduce.runtime.rank.calls.single import check_codec
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.shared_errors import report_errors_to
@@ -113,7 +113,7 @@ class Compression:
         if codec != NONE and not isinstance(self.memory, NoMemory):
             key = stream_key(protocol.codec_seed, zlib.crc32(name.encode()) + (step << 32), comm.rank)
             with report_errors_to(comm):
-                coder = Coder(codec, codec_named(codec), block_size)
+                coder = BlockCoder(codec, codec_named(codec), block_size)
                 sent = coder.round_trip(x, block_keys(key, np.arange(-(-x.size // block_size))))
         if sent is out:
             comm.allreduce(sent, op=op, name=self._collective_name(name), block_size=block_size, codec=codec)

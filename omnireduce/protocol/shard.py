@@ -18,7 +18,7 @@ from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM
 from omnireduce.kernels.codecs.table import BUILT_IN, Codecs
 from omnireduce.protocol.collective.block_programs import ProgramRun, ShardStates
-from omnireduce.protocol.collective.codecs import coding_of
+from omnireduce.protocol.collective.codecs import codec_and_key
 from omnireduce.protocol.collective.effects import (
     ALL,
     AbortKind,
@@ -224,7 +224,7 @@ class ShardMachine:
     @property
     def idle(self) -> bool:
         """No collective is under way on any rank."""
-        return self._current is None and not any(rank.messages for rank in self._inboxes)
+        return self._current is None and not any(inbox.messages for inbox in self._inboxes)
 
     @property
     def deadline(self) -> float | None:
@@ -257,7 +257,7 @@ class ShardMachine:
     @property
     def slots_in_use(self) -> tuple[int, int]:
         """Receive slots with messages that are still needed; result slots being filled, or not yet read by all."""
-        held = sum(len(rank.messages) + (rank.open_row >= 0) for rank in self._inboxes)
+        held = sum(len(inbox.messages) + (inbox.open_row >= 0) for inbox in self._inboxes)
         return held, self._slot_count - len(self._slots.free)
 
     def names_of(self, ranks: Iterable[int]) -> str:
@@ -375,16 +375,16 @@ class ShardMachine:
     def _take_messages(self, now: float) -> bool:
         """Open the next messages, and go on with long ones; return whether there were any. Raises BrokenRuleError."""
         moved, senders = False, self._senders
-        for rank, state in self._reading_order:
+        for rank, inbox in self._reading_order:
             union = senders.reduction.union
             awaits_window = union.awaiting_window and senders.positions.get(rank) in union.awaiting_window
-            if (state.messages and state.open_row < 0) or awaits_window:
+            if (inbox.messages and inbox.open_row < 0) or awaits_window:
                 try:
                     if awaits_window:
                         self.spent += union.feed(senders.positions[rank])
                         moved = True
                     else:
-                        moved |= self._open_next(rank, state, now)
+                        moved |= self._open_next(rank, inbox, now)
                 except ProtocolError as error:
                     raise BrokenRuleError(rank, error) from error
                 if moved and self.spent >= self.quantum:
@@ -426,7 +426,9 @@ class ShardMachine:
             )
         if header.collective < self._number:
             raise ProtocolError(f"a message of collective {header.collective}, expected {self._number} or later")
-        coding = coding_of(descriptor, self._codecs, header.collective, self._encodes_as) if descriptor.codec else ()
+        coding = (
+            codec_and_key(descriptor, self._codecs, header.collective, self._encodes_as) if descriptor.codec else ()
+        )
         self._current = self._senders.begin(descriptor, *coding)
         self._descriptor, self._number = descriptor, header.collective
         self._first_call = rank, extra
@@ -462,10 +464,10 @@ class ShardMachine:
         behind them."""
         returned = False
         for rank, position in self._senders.positions.items():
-            state = self._inboxes[rank]
-            if state.open_row >= 0 and current.union.exhausted(position):
-                yield ReturnCredit(rank, state.open_row - rank * self._slot_count)
-                state.open_row, returned = -1, True
+            inbox = self._inboxes[rank]
+            if inbox.open_row >= 0 and current.union.exhausted(position):
+                yield ReturnCredit(rank, inbox.open_row - rank * self._slot_count)
+                inbox.open_row, returned = -1, True
         return returned
 
     def _should_send(self, current: Reduction, moved: bool) -> bool:
@@ -500,8 +502,8 @@ class ShardMachine:
         self.account.complete(self._descriptor, current)
         self._current = self._descriptor = None
         self._number += 1
-        for state in self._inboxes:
-            state.joined = False
+        for inbox in self._inboxes:
+            inbox.joined = False
 
     def _awaited_ranks(self, current: Reduction) -> list[int]:
         """The ranks that have not read their results, if no result slot is free; else those with the lowest

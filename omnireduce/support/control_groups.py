@@ -62,12 +62,14 @@ class OutOfMemory:
     def news(self) -> str:
         """A text about processes that were ended meanwhile; empty: none."""
         counts_before, self._last_counts = self._last_counts, self._count()
-        in_group, on_host = (now > then for now, then in zip(self._last_counts, counts_before, strict=True))
-        if in_group:
+        group_count_grew, host_count_grew = (
+            now > then for now, then in zip(self._last_counts, counts_before, strict=True)
+        )
+        if group_count_grew:
             limit = memory_limit(self._proc)
             limit_text = "" if limit is None else f" of {limit / 2**20:.0f} MiB"
             return f"the system ended a process because the memory limit{limit_text} of its control group was reached"
-        return "the system ended a process because this host had no memory left" if on_host else ""
+        return "the system ended a process because this host had no memory left" if host_count_grew else ""
 
     def _count(self) -> tuple[int, int]:
         """The number of ended processes in this process's group, and on the host, as far as they are visible."""

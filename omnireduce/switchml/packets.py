@@ -2,7 +2,7 @@
 over the dummy backend.
 
 One job follows another. Each is cut into as many parts as there are threads, and each thread goes through the packets
-of its part: it sends a batch, and uses the memory of each packet that comes back for the one that is a batch further.
+of its part: it sends a batch. When packet p comes back, its memory is used for packet p + batch size.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from samples import Array
 from omnireduce import UsageError
 from omnireduce.compression import BlockTopK, DgcMomentum, Memory, NoMemory, RandomK, Residual, Selector, TopK
 from omnireduce.kernels.codecs.table import codec_named
-from omnireduce.protocol.collective.codecs import Coder
+from omnireduce.protocol.collective.codecs import BlockCoder
 
 SEEDS = st.integers(0, 2**32 - 1)
 SELECTORS = [TopK(0.1), BlockTopK(0.1, 8), RandomK(0.2)]
@@ -52,7 +52,7 @@ def test_the_error_of_a_codec_is_kept(codec: str, seed: int, size: int) -> None:
     memory, total = Residual(), np.zeros(size)
     given_ = gradients(seed, 5, size)
     for gradient in given_:
-        coder = Coder(codec, codec_named(codec), 16)
+        coder = BlockCoder(codec, codec_named(codec), 16)
         sent = coder.round_trip(memory.compensate(gradient, "w"), np.zeros(-(-size // 16), np.uint64))
         memory.keep_rest("w", sent)
         total += sent

@@ -21,7 +21,7 @@ from omnireduce.kernels.codecs import base
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM, block_keys, stream_key
 from omnireduce.kernels.codecs.table import BUILT_IN
-from omnireduce.protocol.collective.codecs import Coder, coding_of
+from omnireduce.protocol.collective.codecs import BlockCoder, codec_and_key
 from omnireduce.protocol.collective.operands import DenseTensor
 
 NAMES = tuple(BUILT_IN)
@@ -124,7 +124,7 @@ class Odd(Codec):
 @pytest.mark.parametrize("nbytes", [0, -1, 33, 8.0, None])
 def test_a_block_takes_a_number_of_bytes_that_can_be(nbytes: object) -> None:
     with pytest.raises(CodecError, match=r"does not say how many bytes 8 elements take; expected an int from 1 to 32"):
-        Coder("my:Odd", Odd(block_bytes=nbytes), 8)
+        BlockCoder("my:Odd", Odd(block_bytes=nbytes), 8)
 
 
 def test_an_error_of_a_codec_says_which_one_it_is() -> None:
@@ -132,16 +132,16 @@ def test_an_error_of_a_codec_says_which_one_it_is() -> None:
     operand = DenseTensor(x, x, Layout(8, 8), element_type(x.dtype).zero_mask)
     rows, indices = np.zeros((1, 32), np.uint8), np.zeros(1, np.int64)
     with pytest.raises(CodecError, match="the codec 'my:Odd' failed: ArithmeticError: too hard"):
-        Coder("my:Odd", Odd(encode="too hard"), 8).pack(operand, 0, 0, 9, rows, indices, key)
+        BlockCoder("my:Odd", Odd(encode="too hard"), 8).pack(operand, 0, 0, 9, rows, indices, key)
     with pytest.raises(CodecError, match="the codec 'my:Odd' failed: LookupError: lost"):
-        Coder("my:Odd", Odd(add="lost"), 8).put(operand, rows, indices)
+        BlockCoder("my:Odd", Odd(add="lost"), 8).put(operand, rows, indices)
 
 
 def test_a_shard_knows_only_some_codecs() -> None:
     unknown = Descriptor("allreduce", "", "float32", (8,), codec="my:Odd")
     with pytest.raises(ProtocolError, match=r"'my:Odd' is not known here; expected bf16, .* aggregator.codecs"):
-        coding_of(unknown, BUILT_IN, 0, 0)
-    assert coding_of(unknown, {"my:Odd": (odd := Odd())}, 3, 4) == (odd, stream_key(0, 3, 4))
+        codec_and_key(unknown, BUILT_IN, 0, 0)
+    assert codec_and_key(unknown, {"my:Odd": (odd := Odd())}, 3, 4) == (odd, stream_key(0, 3, 4))
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def run(request: Request, config: Config) -> bool:
 
 
 def _print(title: str, choices: list[Choice]) -> None:
-    """A row for each way, a column for each size, and what is the fastest of each."""
+    """A row for each schedule, a column for each size; then the fastest schedule of each size."""
     console, table = make_console(), Table(box=None, pad_edge=False)
     table.add_column("schedule")
     for choice in choices:

@@ -33,7 +33,7 @@ from omnireduce.kernels.codecs.draws import block_keys
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.kernels.nonzero_blocks import mark_blocks, native_chunks
 from omnireduce.kernels.select import copy_blocks
-from omnireduce.protocol.collective.codecs import Coder
+from omnireduce.protocol.collective.codecs import BlockCoder
 
 BLOCK = 256  # elements of what is encoded
 FLOAT_BYTES = 4
@@ -142,7 +142,7 @@ def _selected_part(method: Compression, x: Array) -> tuple[Array, Array]:
     if method.codec in ELEMENTS_AS:
         sent = sent.astype(ELEMENTS_AS[method.codec]).astype(np.float32)
     elif method.codec is not None:
-        coder = Coder(method.codec, codec_named(method.codec), BLOCK)
+        coder = BlockCoder(method.codec, codec_named(method.codec), BLOCK)
         sent = coder.round_trip(sent, block_keys(0, np.arange(-(-x.size // BLOCK))))
     return sent, positions
 

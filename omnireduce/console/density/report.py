@@ -25,7 +25,7 @@ from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.files.tensors import FileError, Tensor, read_tensors
 from omnireduce.support.printing import density_text, make_console, short_count, short_time, times_text
 
-LITTLE_LOST = 0.02  # of its norm that an array may lose in a step, and little is said to be lost
+LITTLE_LOST = 0.02  # of the norm: a method that loses at most this share in a step counts as losing little
 
 
 class ArrayReport(msgspec.Struct, frozen=True):

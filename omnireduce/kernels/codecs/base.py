@@ -33,8 +33,8 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:
-        """Encode each block of `values`, which may be overwritten. `keys`: uint64 (blocks,), random numbers for those
-        who round at random; the same block gets the same key whenever a program is run again with its seed."""
+        """Encode each block of `values`, which may be overwritten. `keys`: uint64 (blocks,), random numbers for
+        codecs that round at random; the same block gets the same key whenever a program is run again with its seed."""
 
     def encode_at(self, source: Array, where: Array, encoded: Array, keys: Array) -> None:
         """As `encode`, of the blocks `source[where[k]]`. `source`, float32 like `values`, stays as it is."""
@@ -68,7 +68,7 @@ class Codec(ABC):
                 self.add(slots[starts[where, None] + row], where, totals)
 
 
-class Compiled(Codec):
+class CompiledCodec(Codec):
     """A codec that encodes in one kernel, and sums in another."""
 
     def encode(self, values: Array, encoded: Array, keys: Array) -> None:

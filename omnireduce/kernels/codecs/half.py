@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.codecs.base import CompiledCodec
 from omnireduce.kernels.compiling.jit import kernel
 from omnireduce.kernels.instructions import row_of, span_of
 from omnireduce.kernels.reduce import decode_half, encode_half
@@ -40,7 +40,7 @@ def _sum(brain: bool, slots: Array, parts: Array, where: Array, totals: Array, s
                     total[i] += scratch[i]
 
 
-class Half(Compiled):
+class Half(CompiledCodec):
     """16-bit floats: bfloat16 if it is `brain`, else float16."""
 
     def __init__(self, *, brain: bool) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.codecs.base import CompiledCodec
 from omnireduce.kernels.compiling.jit import inlined, kernel
 from omnireduce.kernels.float32_bits import FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE
 from omnireduce.kernels.instructions import LINE_BYTES, prefetch, row_of, span_of
@@ -121,7 +121,7 @@ def _sum(numbers: Array, slots: Array, parts: Array, where: Array, totals: Array
             total[:] = 0
 
 
-class Int8(Compiled):
+class Int8(CompiledCodec):
     """8-bit integers with a scale for each block."""
 
     def block_bytes(self, block_size: int) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.codecs.base import CompiledCodec
 from omnireduce.kernels.codecs.sign import BITS
 from omnireduce.kernels.compiling.jit import inlined, kernel
 from omnireduce.kernels.instructions import row_of, span_of
@@ -78,7 +78,7 @@ def _sum(slots: Array, parts: Array, where: Array, totals: Array, means: Array, 
                         total[BITS * byte + bit] += below if (row[byte] >> bit) & 1 else above
 
 
-class SignMeans(Compiled):
+class SignMeans(CompiledCodec):
     """Signs with two means: one of each sign if they are `apart`, else the same of both."""
 
     def __init__(self, *, apart: bool) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.codecs.base import CompiledCodec
 from omnireduce.kernels.codecs.draws import drawn
 from omnireduce.kernels.compiling.jit import inlined, kernel
 from omnireduce.kernels.float32_bits import FRACTION, FRACTION_BITS, INFINITE, LARGEST_EXPONENT, MAGNITUDE, POWERS
@@ -85,7 +85,7 @@ def _sum(slots: Array, parts: Array, where: Array, totals: Array) -> None:
                     total[i] += -value if row[i] & NEGATIVE else value
 
 
-class Natural(Compiled):
+class Natural(CompiledCodec):
     """Powers of two, rounded at random."""
 
     def block_bytes(self, block_size: int) -> int:

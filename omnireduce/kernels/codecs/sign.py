@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.codecs.base import CompiledCodec
 from omnireduce.kernels.compiling.jit import kernel
 from omnireduce.kernels.instructions import row_of, span_of
 
@@ -44,7 +44,7 @@ def _sum(slots: Array, parts: Array, where: Array, totals: Array) -> None:
                         total[BITS * byte + bit] += np.float32(1) - np.float32(2) * np.float32((row[byte] >> bit) & 1)
 
 
-class Sign(Compiled):
+class Sign(CompiledCodec):
     """Signs, and their majority."""
 
     def block_bytes(self, block_size: int) -> int:

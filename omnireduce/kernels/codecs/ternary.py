@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.codecs.base import Compiled
+from omnireduce.kernels.codecs.base import CompiledCodec
 from omnireduce.kernels.codecs.draws import uniform
 from omnireduce.kernels.compiling.jit import inlined, kernel
 from omnireduce.kernels.float32_bits import INFINITE, MAGNITUDE
@@ -79,7 +79,7 @@ def _add_digits(row: Array, scale: np.float32, total: Array) -> None:
             digits //= BASE
 
 
-class Ternary(Compiled):
+class Ternary(CompiledCodec):
     """Signs and zeros, rounded at random."""
 
     def block_bytes(self, block_size: int) -> int:

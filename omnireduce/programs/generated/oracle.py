@@ -21,7 +21,8 @@ from omnireduce.programs.pipeline import Pipeline
 
 
 class Oracle(Statements):
-    """Writes the body of a function of all inputs. `used`: the parts of the rest of the file that it needs."""
+    """Writes the body of a function of all inputs. `used`: keys of the helper functions that
+    the file must define for it."""
 
     def __init__(self, pipeline: Pipeline, names: Names) -> None:
         super().__init__(names)

@@ -20,7 +20,7 @@ from omnireduce.protocol.collective.operands import Operand, Packed
 FLOAT_BYTES = 4
 
 
-def coding_of(descriptor: Descriptor, known: Codecs, number: int, sender: int) -> tuple[Codec, int]:
+def codec_and_key(descriptor: Descriptor, known: Codecs, number: int, sender: int) -> tuple[Codec, int]:
     """The codec of a collective, and the key of the random numbers that `sender` draws in collective `number`. Raises
     ProtocolError for a codec that is not `known`."""
     if descriptor.codec not in known:
@@ -31,7 +31,7 @@ def coding_of(descriptor: Descriptor, known: Codecs, number: int, sender: int) -
     return known[descriptor.codec], stream_key(descriptor.seed, number, sender)
 
 
-class Coder:
+class BlockCoder:
     """Encodes and decodes blocks of one size. Raises CodecError where the codec fails."""
 
     def __init__(self, name: str, codec: Codec, block_size: int) -> None:

@@ -15,7 +15,7 @@ from omnireduce.kernels.codecs.base import PIECE_ELEMENTS, Codec
 from omnireduce.kernels.merge import ABSENT, admit_indices, plan_every, plan_union
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
 from omnireduce.protocol.collective.block_programs import ProgramRun
-from omnireduce.protocol.collective.codecs import FLOAT_BYTES, Coder
+from omnireduce.protocol.collective.codecs import FLOAT_BYTES, BlockCoder
 from omnireduce.protocol.collective.index_lists import START, MessageSizing, expand
 
 NO_HEADER = Header(0, 0, 0, 0, 0)
@@ -245,7 +245,7 @@ class Format(NamedTuple):
     columns: int
     byte_work: int
     block_work: int
-    coder: Coder | None
+    coder: BlockCoder | None
 
 
 class Combiner:
@@ -301,7 +301,7 @@ class Combiner:
         storage, coder, byte_work = element.storage, None, HALF_WORK if element.is_narrow else 1
         columns = max(1, self._piece_bytes // (self._senders * element.storage.itemsize))
         if codec is not None:
-            coder, storage = Coder(descriptor.codec, codec, block_size), BYTES
+            coder, storage = BlockCoder(descriptor.codec, codec, block_size), BYTES
             self._decoded = self._decoded if self._decoded.size else np.empty(PIECE_ELEMENTS, np.float32)
             byte_work = max(1, CODED_WORK * FLOAT_BYTES * block_size // coder.block_bytes)
             block_size = block_bytes = columns = coder.block_bytes

@@ -20,7 +20,7 @@ from omnireduce.core.wire.blocks import (
 from omnireduce.core.wire.control import Waiting
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.merge import admit_marked
-from omnireduce.protocol.collective.codecs import Coder
+from omnireduce.protocol.collective.codecs import BlockCoder
 from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.effects import Send
 from omnireduce.protocol.collective.index_lists import START, Lister, MessageSizing, expand
@@ -48,7 +48,7 @@ class ShardStream:
         self._placed: deque[Collective | str | None] = deque()
         self._indices, self._unchanged = np.empty(0, np.int64), np.empty(0, np.bool_)
         self._lister = Lister(0)
-        self._coder: Coder | None = None  # the coder used last
+        self._coder: BlockCoder | None = None  # the coder used last
 
     def submit(self, collective: Collective) -> None:
         self._outgoing.append(collective)
@@ -179,12 +179,12 @@ class ShardStream:
         self._result_frontier = 0
         return self._incoming.popleft()
 
-    def _coder_of(self, collective: Collective) -> Coder:
+    def _coder_of(self, collective: Collective) -> BlockCoder:
         """The coder of a collective that has a codec. Raises CodecError."""
         descriptor = collective.descriptor
         if self._coder is None or not self._coder.suits(descriptor):
             assert collective.codec is not None
-            self._coder = Coder(descriptor.codec, collective.codec, descriptor.layout.block_size)
+            self._coder = BlockCoder(descriptor.codec, collective.codec, descriptor.layout.block_size)
         return self._coder
 
     @staticmethod

@@ -20,7 +20,7 @@ class LocalRanks(NamedTuple):
         """The rank that exchanges the host's sums with this shard."""
         return self.ranks[shard % len(self.ranks)]
 
-    def can_be(self, rank: int, size: int) -> bool:
+    def is_possible_for(self, rank: int, size: int) -> bool:
         """Whether these can be the local ranks of `rank`, in a job of `size` ranks."""
         ranks, host, hosts = self
         ascend = all(low < high for low, high in zip(ranks, (*ranks[1:], size), strict=True))
@@ -40,14 +40,14 @@ def delegates_of(members: Sequence[JobRank], shard: int) -> list[int]:
     """The indices in `members` of the ranks that send sums to this shard: the first rank of each relay, the delegate of
     each host, and every rank that has neither. They are in the order of the first ranks. Empty if no rank sends sums:
     then every rank sends its own blocks."""
-    several = any(member.relay or (member.host is not None and member.host.hosts > 1) for member in members)
+    some_send_sums = any(member.relay or (member.host is not None and member.host.hosts > 1) for member in members)
     delegates: dict[bytes | tuple[int, ...], int] = {}
     for index, (rank, relay, host) in enumerate(members):
         key = relay or (host.ranks if host is not None else (rank,))
         first = delegates.setdefault(key, index)
         if not relay and host is not None and rank == host.delegate(shard) and first != index:
             delegates[key] = index
-    return list(delegates.values()) if several else []
+    return list(delegates.values()) if some_send_sums else []
 
 
 def readers_of(members: Sequence[JobRank]) -> list[int]:

@@ -403,7 +403,7 @@ class Joining:
         if first.local_ranks:
             local_ranks = LocalRanks(first.local_ranks, first.host, first.hosts)
             shares_none = len(local_ranks.ranks) > 1 and not self._hello.memory
-            if shares_none or not local_ranks.can_be(rank, size):
+            if shares_none or not local_ranks.is_possible_for(rank, size):
                 error = TransportError(f"aggregator {self._addresses[0]} assigned no rank among those of this host")
                 yield from self.failed(error, now)
                 return
