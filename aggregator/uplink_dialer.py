@@ -23,7 +23,8 @@ CONNECT_S = 3.0  # the longest attempt to connect
 
 
 class DialerPool:
-    """A pool of threads that connect by TCP. The shard calls `hand_over_outcomes` in its own thread when `fileno` is readable."""
+    """A pool of threads that connect by TCP. The shard calls `hand_over_outcomes` in its own thread when `fileno` is
+    readable."""
 
     def __init__(self, config: Config) -> None:
         self._config = replace(config, transport=replace(config.transport, kind=NETWORK.name))

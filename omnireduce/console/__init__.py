@@ -1,1 +1,1 @@
-"""Commands of `omnireduce` for operators and studies: status, drain, doctor, trace, bench, density, plan, tune, coconet."""
+"""Commands for operators and for studies: status, drain, doctor, trace, bench, density, plan, tune, coconet."""

@@ -162,8 +162,9 @@ def _commit(arrays: Mapping[Update, Array], results: Mapping[Update, Array]) -> 
 
 
 class Execution:
-    """One run of a program. `placement`: this rank in its group; `ranks`: the group; `group`: its number; `pair`: gives the communicator of this rank and its partner
-    in another group, of the sender's group and the receiver's; `rooms`: arrays of earlier runs."""
+    """One run of a program. `placement`: this rank in its group; `ranks`: the group; `group`: its number; `pair`: gives
+    the communicator of this rank and its partner in another group, of the sender's group and the receiver's; `rooms`:
+    arrays of earlier runs."""
 
     def __init__(
         self, pipeline: Pipeline, placement: RankPlacement, ranks: Ranks, group: int,

@@ -140,8 +140,8 @@ class RankMachine:
         return Collective(self._next_number, descriptor, operand, self._local_ranks.host, host_sum=host_sum)
 
     def _streams_for(self, collective: Collective) -> list[ShardStream]:
-        """The shards that this rank sends blocks to. All of them hear of a refusal, so that each knows the reason. None if
-        all ranks are on one host."""
+        """The shards that this rank sends blocks to. All of them hear of a refusal, so that each knows the reason. None
+        if all ranks are on one host."""
         if self.host is not None and self._local_ranks.hosts == 1:
             return []
         layout, refused = collective.operand.layout, collective.descriptor.refused

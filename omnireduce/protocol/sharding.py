@@ -10,7 +10,7 @@ from omnireduce.core.descriptor import REMEMBERED, Descriptor
 from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import capacity
 
-# Chunk of a large tensor: with smaller chunks ranks read each other's counters more often, and larger ones leave the caches
+# Chunk of a large tensor: smaller chunks make ranks read counters more often, larger ones leave the caches
 CHUNK_BYTES = 1 << 19
 SMALL_CHUNK_BYTES = 1 << 16  # the smallest chunk that is worth reading the counters
 CHUNKS_AT_ONCE = 4  # chunks of a small union, or of a small sum of a host: ranks and shards work on them side by side

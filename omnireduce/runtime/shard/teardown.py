@@ -65,7 +65,7 @@ class Teardown:
                 self._end_stay(connection, job, message.cause)
 
     def _let_stay(self, job: ShardJob) -> None:
-        """Keep the connections of this job that have not left. If one of its ranks has failed, send them away instead."""
+        """Keep the connections of this job that have not left. If a rank has failed, send them away instead."""
         failure = self._failures.get(job.generation)
         members = [member for member in self.members(job.generation) if job.is_member(member.rank)]
         for member in [member for member in members if not member.has_left]:
