@@ -28,7 +28,7 @@ from .mutations import BY_NAME, MUTATIONS, Mutation
 __all__ = ["BY_NAME", "MUTATIONS", "Hunt", "Mutation", "hunt", "hunt_all", "install", "mutated"]
 SILENT_S = 150.0  # a child hangs if it is silent for so long, in real time; a run takes less
 KERNELS = "omnireduce.kernels."
-JIT = KERNELS + "jit"
+JIT = KERNELS + "compiling.jit"
 ROOT = Path(__file__).parents[2]
 
 
@@ -194,8 +194,14 @@ def hunt_all(processes: int, say: Callable[[str], None]) -> bool:
 
 
 def misfits() -> Iterator[str]:
-    """Faults in the table of mutations: each must fit the product's source, and compile."""
+    """Faults in the table of mutations: each must fit the product's source, and compile; the test that it names must
+    exist. The module whose cache is turned off must exist, too."""
+    if importlib.util.find_spec(JIT) is None:
+        yield f"no module {JIT}"
     for mutation in MUTATIONS:
+        path, _, test = mutation.test.partition("::")
+        if test and f"def {test.rpartition('::')[2].partition('[')[0]}(" not in (ROOT / path).read_text():
+            yield f"{mutation.name}: {path} has no {test}"
         try:
             compile(mutated(mutation, source_of(mutation)), mutation.module, "exec", dont_inherit=True)
         except (MutationError, SyntaxError) as error:

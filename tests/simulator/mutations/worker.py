@@ -137,7 +137,7 @@ MUTATIONS = (
         _MACHINE,
         "the other shards, and by them the other ranks, do not hear who failed",
         "                yield SendControl(stream.shard, Leave(cause))\n",
-        "                if told_by is None:\n                    yield SendControl(stream.shard, Leave(cause))\n",
+        "                if reported_by is None:\n                    yield SendControl(stream.shard, Leave(cause))\n",
     ),
     Mutation(
         "worker waits for one goodbye only",
@@ -161,7 +161,7 @@ MUTATIONS = (
         "if self.ended is None and shard not in self._retired:",
         "if self.ended is None:",
         test="tests/simulator/test_scenarios.py::"
-        "test_what_another_shard_still_has_to_deliver_is_not_lost_when_one_drains",
+        "test_what_another_shard_still_has_to_deliver_is_not_lost_when_one_stops",
     ),
     Mutation(
         "worker ignores an unexpected message",
@@ -227,7 +227,7 @@ MUTATIONS = (
         _OPERANDS,
         "a short last block that this rank alone has is what lies in the slot",
         "        if unchanged[-1]:\n",
-        "        if unchanged[-1] and self._in_place:\n",
+        "        if unchanged[-1] and self.blocks.in_place:\n",
     ),
     Mutation(
         "rows of this rank alone stay away",
