@@ -69,7 +69,7 @@ class ChannelEnd:
         return True
 
     def receive(self) -> Iterator[Message]:
-        """Yield the messages that have arrived. Sets `over` if the other end is closed."""
+        """Yield the messages that have arrived. Sets `is_closed` if the other end is closed."""
         for _ in range(AT_ONCE):
             try:
                 packet = self._socket.recv(LONGEST)

@@ -115,7 +115,7 @@ def frame(message: Order | News) -> bytes:
 
 
 class Frames:
-    """Takes bytes as they come, and gives the messages in them, each of at most `most_bytes`. With `magic` all bytes
+    """Takes bytes as they come, and gives the messages in them, each of at most `limit_bytes`. With `magic` all bytes
     before MAGIC are left out."""
 
     def __init__(self, limit_bytes: int, *, magic: bool = False) -> None:

@@ -174,7 +174,7 @@ def _address_of_interface(name: str, first: str) -> str:
 
 
 class Plan:
-    """The processes of one launch. `is_wide`: other hosts than `names` may come. `address`: the address at which they
+    """The processes of one launch. `may_grow`: other hosts than `names` may come. `address`: the address at which they
     reach the first host."""
 
     def __init__(self, request: LaunchRequest, names: Sequence[str], *, may_grow: bool = False) -> None:

@@ -121,7 +121,7 @@ def _start_update_by_norms(
 
 
 def _run_in_turn(start: Callable[[T], Handle[Any]], items: Iterable[T]) -> Iterator[Any]:
-    """The results of one collective for each item, in order. Up to `AT_ONCE` are under way at once."""
+    """The results of one collective for each item, in order. Up to `MAX_AT_ONCE` are under way at once."""
     handles = deque[Handle[Any]]()
     for item in items:
         handles.append(start(item))

@@ -1,6 +1,6 @@
 """Workers that may join an aggregator: workers with its own secret, and teams with their secrets, jobs and limits.
 
-`security.teams_folder` has a file NAME with the secret of each team. If a team's `Terms` differ from the defaults,
+`security.teams_folder` has a file NAME with the secret of each team. If a team's `TeamLimits` differ from the defaults,
 there is also a file NAME.toml with them.
 """
 

@@ -190,8 +190,8 @@ def run_lab(config: Config, launch: Launch, sizes: Sequence[int], rounds: int) -
 
 
 class Column(NamedTuple):
-    """One timed operation of a library. `sums`: the result is the sum of all ranks, at rank 0 or, with `everywhere`, on
-    all."""
+    """One timed operation of a library. `sums`: the result is the sum of all ranks, at rank 0 or, with `on_all_ranks`,
+    on all."""
 
     name: str
     library: Library

@@ -110,7 +110,7 @@ class WrongElements:
 
 class Summands:
     """The tensors of `size` ranks, of `dtype`; random if there is a `seed`. `number` tells several tensors of a rank
-    apart. `alike`: all ranks have the tensors of this rank."""
+    apart. `same_as_rank`: all ranks have the tensors of this rank."""
 
     def __init__(
         self, dtype: np.dtype[Any], size: int, seed: int | None = None, *, same_as_rank: int | None = None

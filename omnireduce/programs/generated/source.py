@@ -49,7 +49,7 @@ from omnireduce.support.files.output import check_writable, write_file
 
 
 class SourceWriter(Statements):
-    """Writes the language. `words`: what it takes from there."""
+    """Writes the program in the language. `imports`: the names of `omnireduce.programs` that the text uses."""
 
     def __init__(self, pipeline: Pipeline, names: Names) -> None:
         super().__init__(names)

@@ -107,7 +107,7 @@ class Text(NamedTuple):
 class Statements:
     """Writes expressions. Those that have a name are called by it.
 
-    A subclass says where the elements of an operand are: `operand`, and `place` for what draws random numbers.
+    A subclass says where the elements of an operand are: `operand`, and `region` for what draws random numbers.
     """
 
     names: Names

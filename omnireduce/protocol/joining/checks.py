@@ -87,7 +87,7 @@ def memory_bytes(hello: Hello) -> int:
 def total_demand(jobs: Iterable[Hello]) -> tuple[int, int]:
     """The ranks and the bytes of memory of these jobs together."""
     demands = [(job.world_size, memory_bytes(job)) for job in jobs]
-    return sum(ranks for ranks, _ in demands), sum(rank_taken_text for _, rank_taken_text in demands)
+    return sum(ranks for ranks, _ in demands), sum(nbytes for _, nbytes in demands)
 
 
 def malformed(hello: Hello) -> str:

@@ -4,8 +4,8 @@ A part is a file of lines, one for each event, written as it happens. If the ran
 except a line that it was writing just then. `merge` makes one timeline of the parts and traces of all ranks and shards.
 The names of activities are Horovod's.
 
-Each line is a list of JSON: a letter of `Line`, the time in nanoseconds of the monotonic clock, and the details of the
-event. The first line is the `Origin` of the part.
+Each line is a list of JSON: a letter of `LineKind`, the time in nanoseconds of the monotonic clock, and the details of
+the event. The first line is the `Origin` of the part.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ OFF = NoTimeline()
 
 
 class Timeline(NoTimeline):
-    """The part of a rank, `origin`: the file `JOB-rankN.events` in `folder`, with up to `most` lines. It replaces an
+    """The part of a rank, `origin`: the file `JOB-rankN.events` in `folder`, with up to `max_lines`. It replaces an
     older file.
 
     Any thread may call its methods. They raise nothing: a failure is logged, and ends the part. Each writes one line,

@@ -58,7 +58,7 @@ class Pending(NamedTuple):
 class Completion:
     """Waits for collectives in the order in which they were started, one thread at a time.
 
-    `tell` runs whatever a user wants to be called, and that may wait for a later collective. So another thread waits
+    `notify` runs whatever a user wants to be called, and that may wait for a later collective. So another thread waits
     for the next collective meanwhile. There are as many threads as were ever needed at once. They are daemons: a
     program may end while a collective is under way. It then fails, and the end of the program waits for the thread.
     """
