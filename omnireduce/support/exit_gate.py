@@ -1,4 +1,4 @@
-"""The gate of the end of the process: it lets daemon threads finish what must not be cut off.
+"""Gate at the end of the process: it lets daemon threads finish what must not be cut off.
 
 When the interpreter ends, Python (before 3.14) ends each daemon thread that wants the interpreter's lock again, at that
 place. If functions of C++ are in progress there, C++ ends the process instead: it writes "terminate called without an
@@ -23,7 +23,7 @@ log = logging.getLogger("omnireduce")
 class ExitGate:
     """A context for daemon threads: the end of the process waits while they are inside.
 
-    A thread that comes after that ends: `with` raises SystemExit.
+    A thread that comes later ends: `with exit_gate` raises SystemExit, which ends a thread without a word.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class ExitGate:
             raise SystemExit
 
     def close(self) -> None:
-        """Wait until no thread is inside, at most `LONGEST_WAIT_S`, and let none in from then on. While some are
-        inside, others may come: those may wait for these."""
+        """Wait until no thread is inside, at most `LONGEST_WAIT_S`, and let none in from then on. While threads are
+        inside, others may enter, because the threads inside may wait for them."""
         with self._changed:
             self._is_closing = True
             if not self._changed.wait_for(lambda: not self._inside, LONGEST_WAIT_S):
-                text = "a function of yours, such as a callback of a future, still runs %g s after the program: it ends"
-                log.warning(text, LONGEST_WAIT_S, extra=tagged("cut_off"))
+                text = "a function of yours, such as a callback of a future, still runs %g s after the program"
+                log.warning(text + ": it is cut off", LONGEST_WAIT_S, extra=tagged("cut_off"))
             self._is_closed = True
 
 
