@@ -232,11 +232,15 @@ class Dispatcher:
                 self._task_done.notify_all()
 
     def _end(self, error: BaseException) -> None:
+        self._fail_tasks(error)  # outside the gate: waits end, even if the gate is closed already
         with exit_gate, self._task_done:
+            self._tasks.clear()  # it may have the last references to arrays of the user
+
+    def _fail_tasks(self, error: BaseException) -> None:
+        with self._task_done:
             self._error = error
             for task in self._tasks.values():
                 task.error, task.is_done = error, True
-            self._tasks.clear()
             self._refused.clear()
             self._task_done.notify_all()
 
