@@ -16,7 +16,7 @@ from pathlib import Path
 
 from omnireduce.errors import ConfigError
 from omnireduce.support.addresses import Address, is_host, is_ipv6, is_own_address
-from omnireduce.support.files.paths import read_text, shown_path
+from omnireduce.support.files.paths import one_line, read_text
 from omnireduce.support.version import __version__
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -119,7 +119,7 @@ def parse_lines(text: str, source: str, slots: int = 1) -> list[Host]:
 
 def read_hostfile(path: str | Path) -> list[Host]:
     """The hosts of a file. Raises ConfigError, which names the line."""
-    source = f"--hostfile {shown_path(path)}"
+    source = f"--hostfile {one_line(path)}"
     hosts = parse_lines(read_text(path, source, expected="a list of hosts", most_bytes=MOST_BYTES), source)
     if not hosts:
         raise ConfigError(f"{source}: got no host, expected one on each line, such as: node1 slots=4")

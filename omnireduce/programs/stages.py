@@ -160,17 +160,6 @@ class FusedAllReduce:
         tensors = [operand for node in self.nodes for operand in node.operands if isinstance(operand, Tensor)]
         return tuple(dict.fromkeys(tensor for tensor in tensors if tensor.type.layout.is_sliced))
 
-    @property
-    def other_operands(self) -> tuple[Expression, ...]:
-        """The other operands from outside: numbers, replicated tensors, results of other stages."""
-        inside = {*self.nodes, *self.state, self.input}
-        operands = [operand for node in self.nodes for operand in node.operands]
-        return tuple(
-            dict.fromkeys(
-                operand for operand in operands if operand not in inside and not isinstance(operand, Constant)
-            )
-        )
-
 
 Reducer = AllReduce | ReduceScatter | FusedAllReduce
 

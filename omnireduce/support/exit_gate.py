@@ -57,7 +57,7 @@ class ExitGate:
         inside, others may enter, because the threads inside may wait for them."""
         with self._changed:
             self._is_closing = True
-            if not self._changed.wait_for(lambda: not self._inside, LONGEST_WAIT_S):
+            if not self._changed.wait_for(lambda: self._inside <= 0, LONGEST_WAIT_S):
                 text = "a function of yours, such as a callback of a future, still runs %g s after the program"
                 log.warning(text + ": it is cut off", LONGEST_WAIT_S, extra=tagged("cut_off"))
             self._is_closed = True

@@ -27,7 +27,7 @@ from omnireduce.support.config.horovod import settings_of, warn_about_variables_
 from omnireduce.support.config.schema import SECRET_KEY, SECRET_VARIABLE, Config
 from omnireduce.support.config.validation import KEYS, SECTIONS, Key, conflicts, expected_one_of, keys_of_section
 from omnireduce.support.files.cache import CACHE_VARIABLE
-from omnireduce.support.files.paths import read_text, shown_path, user_path
+from omnireduce.support.files.paths import one_line, read_text, user_path
 
 _PREFIX = "OMNIREDUCE_"
 _FILE_VARIABLE = "OMNIREDUCE_CONFIG"
@@ -133,12 +133,12 @@ class _Layers:
                 self.add(source, _key(source, f"{section}.{name}"), value, file)
 
     def add_file(self, path: str | Path, named_by: str = "") -> None:
-        source = shown_path(path)
+        source = one_line(path)
         text = read_text(path, f"{named_by}{source}", expected="a TOML file")
         try:
             tables = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{source}: not valid TOML: {shown_path(str(error))}") from None
+            raise ConfigError(f"{source}: not valid TOML: {one_line(str(error))}") from None
         self.add_tables(source, tables, user_path(path))
 
     def build(self) -> Config:
@@ -164,19 +164,19 @@ def _key(source: str, path: str) -> Key:
     section, _, name = path.partition(".")
     if section not in SECTIONS:
         raise _unknown_section(source, section)
-    raise ConfigError(f"{source}: {shown_path(path)}: unknown key, {expected_one_of(name, keys_of_section(section))}")
+    raise ConfigError(f"{source}: {one_line(path)}: unknown key, {expected_one_of(name, keys_of_section(section))}")
 
 
 def _unknown_section(source: str, section: str) -> ConfigError:
-    return ConfigError(f"{source}: {shown_path(section)}: unknown section, {expected_one_of(section, SECTIONS)}")
+    return ConfigError(f"{source}: {one_line(section)}: unknown section, {expected_one_of(section, SECTIONS)}")
 
 
 def _key_of_variable(variable: str) -> Key:
     """The key that an environment variable sets: `OMNIREDUCE_PROTOCOL_BLOCK_SIZE` is protocol.block_size."""
-    key = _key(shown_path(variable), variable.removeprefix(_PREFIX).lower().replace("_", ".", 1))
+    key = _key(one_line(variable), variable.removeprefix(_PREFIX).lower().replace("_", ".", 1))
     expected = f"{_PREFIX}{key.section}_{key.name}".upper()
     if variable != expected:
-        raise ConfigError(f"{shown_path(variable)}: unknown variable, did you mean {expected}?")
+        raise ConfigError(f"{one_line(variable)}: unknown variable, did you mean {expected}?")
     return key
 
 

@@ -32,7 +32,7 @@ def user_path(path: str | Path, beside: str | Path | None = None) -> Path:
         expanded = path_as_given.expanduser()
     except RuntimeError:
         raise UsageError(
-            f"{shown_path(path_as_given)}: no home folder {shown_path(path_as_given.parts[0])} is known"
+            f"{one_line(path_as_given)}: no home folder {one_line(path_as_given.parts[0])} is known"
         ) from None
     if beside is not None and os.path.isfile(beside):  # the folder of a pipe, for example, would make no sense
         return Path(beside).parent / expanded
@@ -68,7 +68,7 @@ def read_text(
 ) -> str:
     """The text of a user's file, with line feeds as the ends of lines. Messages call the file `source`, and say what
     was `expected`. Raises `error` for a file that cannot be read, is not UTF-8, or is longer than `most_bytes`."""
-    source = source or shown_path(path)
+    source = source or one_line(path)
     try:
         with open(user_path(path), "rb", opener=without_waiting) as file:
             if _is_silent_pipe(file.fileno()):
@@ -113,7 +113,7 @@ def decode_text(
     return re.sub("\r\n?", "\n", text)
 
 
-def shown_path(path: str | Path) -> str:
-    """A path for a message: unchanged, or escaped if it would not stay on one line."""
+def one_line(path: str | Path) -> str:
+    """A path, or another text, for a message: unchanged, or escaped if it would not stay on one line."""
     text = str(path)
     return text if text and text.isprintable() else repr(text)
