@@ -10,7 +10,7 @@ from samples import Array
 
 from omnireduce import UsageError
 from omnireduce.compression import BlockTopK, DgcMomentum, Memory, NoMemory, RandomK, Residual, Selector, TopK
-from omnireduce.kernels.codecs.table import codec_named
+from omnireduce.kernels.codecs.table import BUILT_IN, codec_named
 from omnireduce.protocol.collective.codecs import BlockCoder
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -44,9 +44,7 @@ def test_what_was_sent_and_what_is_left_are_all_gradients(selector: Selector, se
     assert (total + memory.state_dict()["residuals"]["w"] == given_.sum(axis=0)).all()
 
 
-@pytest.mark.parametrize(
-    "codec", ["bf16", "fp16", "int8", "natural", "onebit", "qsgd", "scaled_sign", "ternary", "sign"]
-)
+@pytest.mark.parametrize("codec", sorted(BUILT_IN))
 @given(seed=SEEDS, size=st.integers(1, 200))
 def test_the_error_of_a_codec_is_kept(codec: str, seed: int, size: int) -> None:
     memory, total = Residual(), np.zeros(size)
