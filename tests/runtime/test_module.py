@@ -17,7 +17,7 @@ import pytest
 from local_cluster import ROOT, Daemon, Ranks, unique_job
 
 import omnireduce as omni
-from omnireduce.runtime.rank import engine, world
+from omnireduce.runtime.rank import engine, global_communicator
 from omnireduce.runtime.rank.communicator import Communicator
 
 ADD = "'A collective' in CONTRIBUTING.md"
@@ -96,7 +96,9 @@ def test_every_method_is_a_function() -> None:
     """Its arguments and its text are those of the method, so that `help(omnireduce.allreduce)` says what it does."""
     methods = {name: getattr(Communicator, name) for name in collectives()}
     missing = sorted(set(methods) - set(omni.__all__))
-    assert not missing, f"{missing}: {ADD} makes functions of them, too, in world.py and omnireduce/__init__.py"
+    assert not missing, (
+        f"{missing}: {ADD} makes functions of them, too, in global_communicator.py and omnireduce/__init__.py"
+    )
     for name, method in methods.items():
         parameters = list(inspect.signature(method).parameters.values())[1:]
         function = getattr(omni, name)
@@ -146,7 +148,7 @@ def test_with_init_leaves_nothing_behind(daemon: Daemon) -> None:
             assert (omni.allreduce(np.ones(2)).tolist(), comm.shards) == ([1.0, 1.0], 3)
         assert_not_initialised()
         assert not omni.is_initialized()
-        assert world._global is None  # else it would keep its memory
+        assert global_communicator._global is None  # else it would keep its memory
 
 
 def test_a_communicator_that_was_is_no_reason_to_forget_the_one_that_is(daemon: Daemon) -> None:
@@ -154,7 +156,7 @@ def test_a_communicator_that_was_is_no_reason_to_forget_the_one_that_is(daemon: 
     omni.shutdown()
     second = omni.init(aggregators=daemon.addresses, job=unique_job(), rank=0, size=1)
     first.shutdown()
-    assert world._global is second
+    assert global_communicator._global is second
 
 
 def test_init_twice(daemon: Daemon) -> None:
