@@ -28,6 +28,7 @@ from local_cluster import MPIRUN, ROOT, WAIT_S, Daemon, complaints
 from nursery import TORCH
 
 import omnireduce
+from benchmarks.__main__ import main as benchmarks_main
 from omnireduce import Communicator
 from omnireduce.__main__ import main
 from omnireduce.core.wire.control import PROTOCOL_VERSION
@@ -368,9 +369,12 @@ def commands_in(text: str) -> str:
     return text.partition("\nCommands:\n")[2]
 
 
+COMMANDS = {("-m", "omnireduce"): main, ("-m", "benchmarks"): benchmarks_main}  # each saves a process
+
+
 @cache
 def help_of(program: tuple[str, ...]) -> str:
-    if program[:2] == ("-m", "omnireduce"):
-        return CliRunner().invoke(main, [*program[2:], "--help"], catch_exceptions=False).stdout
+    if command := COMMANDS.get(program[:2]):
+        return CliRunner().invoke(command, [*program[2:], "--help"], catch_exceptions=False).stdout
     command = [sys.executable, *program, "--help"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=True).stdout
