@@ -180,7 +180,7 @@ class BlockProgram(msgspec.Struct, frozen=True, array_like=True, cache_hash=True
 
 def work_of(code: bytes) -> int:
     """The cost of a run of `code` on a block, in passes over the block."""
-    return sum(WORK.get(Operation(each), 1) for each in code[::INSTRUCTION_BYTES])
+    return sum(WORK.get(Operation(operation), 1) for operation in code[::INSTRUCTION_BYTES])
 
 
 def _arrays_of(operation: Operation, target: int, operand: int, third: int) -> list[int]:

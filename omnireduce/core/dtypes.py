@@ -80,23 +80,23 @@ _ALL = (
     _float("float64", np.float64),
     *(_integer(name) for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")),
 )
-ELEMENT_TYPES: dict[str, ElementType] = {each.name: each for each in _ALL}
+ELEMENT_TYPES: dict[str, ElementType] = {kind.name: kind for kind in _ALL}
 BOOL = ElementType("bool", np.dtype(np.bool_), np.dtype(np.int8), ALL_BITS, is_float=False)  # any and all, no sums
-_BY_DTYPE = {each.dtype: each for each in (*_ALL, BOOL)}
+_BY_DTYPE = {kind.dtype: kind for kind in (*_ALL, BOOL)}
 
 
 def number_type(dtype: DTypeLike) -> ElementType:
     """Return the element type of a NumPy dtype of numbers. Raises UsageError for one that the service cannot add."""
-    found = _BY_DTYPE.get(np.dtype(dtype))
-    if found is None or found is BOOL:
+    kind = _BY_DTYPE.get(np.dtype(dtype))
+    if kind is None or kind is BOOL:
         raise UsageError(f"cannot reduce arrays of {np.dtype(dtype)}; supported are {', '.join(ELEMENT_TYPES)}")
-    return found
+    return kind
 
 
 def element_type(dtype: DTypeLike) -> ElementType:
     """Return the element type of a NumPy dtype, which may be bool. Raises UsageError for one that the service cannot
     reduce."""
-    found = _BY_DTYPE.get(dtype if isinstance(dtype, np.dtype) else np.dtype(dtype))
-    if found is None:
+    kind = _BY_DTYPE.get(dtype if isinstance(dtype, np.dtype) else np.dtype(dtype))
+    if kind is None:
         raise UsageError(f"cannot reduce arrays of {np.dtype(dtype)}; supported are {', '.join(ELEMENT_TYPES)}, bool")
-    return found
+    return kind

@@ -32,8 +32,8 @@ def row_of(rows: Array, k: int) -> Array:
     An ordinary slice counts a reference to the memory below it, and drops it again. Both are atomic, and together they
     take longer than to read a short row. This one counts nothing: use it while its array lives.
     """
-    found: Array = rows[k]
-    return found
+    row: Array = rows[k]
+    return row
 
 
 def span_of(array: Array, start: int, size: int) -> Array:
@@ -49,10 +49,10 @@ def span_or(array: Array, start: int, other: Array) -> Array:
 
 def _borrow(builder: Any, context: Any, array: Any, kind: Any, data: Any, size: Any) -> Any:
     """An array of `size` elements at `data`, of the type of element of `array`, that owns nothing."""
-    found = _array_of(kind)(context, builder)
+    borrowed = _array_of(kind)(context, builder)
     itemsize = array.itemsize
-    _fill_array(found, data=data, shape=[size], strides=[itemsize], itemsize=itemsize, meminfo=None)
-    return found._getvalue()
+    _fill_array(borrowed, data=data, shape=[size], strides=[itemsize], itemsize=itemsize, meminfo=None)
+    return borrowed._getvalue()
 
 
 def _line_of(array: Any) -> Any:
@@ -231,9 +231,9 @@ def _read_mode(builder: Any) -> Any:
     if platform.machine() == "aarch64":
         kind = ir.FunctionType(_word, [])
         return builder.call(_insert_function(builder.module, kind, "llvm.aarch64.get.fpcr"), [])
-    place = _stored_on_stack(builder, ir.Constant(_word, 0))
-    _exchange_mode(builder, "llvm.x86.sse.stmxcsr", place)
-    return builder.load(place)
+    mode_address = _stored_on_stack(builder, ir.Constant(_word, 0))
+    _exchange_mode(builder, "llvm.x86.sse.stmxcsr", mode_address)
+    return builder.load(mode_address)
 
 
 def _write_mode(builder: Any, mode: Any) -> None:
@@ -241,15 +241,15 @@ def _write_mode(builder: Any, mode: Any) -> None:
         kind = ir.FunctionType(ir.VoidType(), [_word])
         builder.call(_insert_function(builder.module, kind, "llvm.aarch64.set.fpcr"), [mode])
         return
-    place = _stored_on_stack(builder, mode)
-    _exchange_mode(builder, "llvm.x86.sse.ldmxcsr", place)
+    mode_address = _stored_on_stack(builder, mode)
+    _exchange_mode(builder, "llvm.x86.sse.ldmxcsr", mode_address)
 
 
-def _exchange_mode(builder: Any, instruction: str, place: Any) -> None:
-    """Emit `instruction` (stmxcsr or ldmxcsr), which uses the lower 32 bits at `place`."""
+def _exchange_mode(builder: Any, instruction: str, mode_address: Any) -> None:
+    """Emit `instruction` (stmxcsr or ldmxcsr), which uses the lower 32 bits at `mode_address`."""
     kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
     function = _insert_function(builder.module, kind, instruction)
-    builder.call(function, [builder.bitcast(place, cgutils.voidptr_t)])
+    builder.call(function, [builder.bitcast(mode_address, cgutils.voidptr_t)])
 
 
 @intrinsic

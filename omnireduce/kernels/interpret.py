@@ -27,12 +27,14 @@ from omnireduce.kernels.merge import ABSENT
 from omnireduce.kernels.reduce import reduce_block
 
 LINE = LINE_BYTES // 4  # float32
-COPY, ADD, SUBTRACT, SUBTRACT_FROM, MULTIPLY, DIVIDE, DIVIDE_INTO = (int(Operation(each)) for each in range(7))
-MINIMUM, MAXIMUM, GREATER, ADD_SCALED, MIX, MIX_SQUARE, ROOT, SELECT = (int(Operation(each)) for each in range(7, 15))
-FILL, ADD_SCALAR, SCALE, SQUARE, SQUARE_ROOT = (int(Operation(each)) for each in range(15, 20))
-ABSOLUTE, NEGATE, RECIPROCAL, EXPONENTIAL, LOGARITHM, TANH = (int(Operation(each)) for each in range(20, 26))
-BLOCK_SUM, LOAD_CELL, STORE_CELL, ADD_TO_TOTAL = (int(Operation(each)) for each in range(26, 30))
-MOMENTS, ROOT_STEP = (int(Operation(each)) for each in range(30, 32))
+COPY, ADD, SUBTRACT, SUBTRACT_FROM, MULTIPLY, DIVIDE, DIVIDE_INTO = (int(Operation(number)) for number in range(7))
+MINIMUM, MAXIMUM, GREATER, ADD_SCALED, MIX, MIX_SQUARE, ROOT, SELECT = (
+    int(Operation(number)) for number in range(7, 15)
+)
+FILL, ADD_SCALAR, SCALE, SQUARE, SQUARE_ROOT = (int(Operation(number)) for number in range(15, 20))
+ABSOLUTE, NEGATE, RECIPROCAL, EXPONENTIAL, LOGARITHM, TANH = (int(Operation(number)) for number in range(20, 26))
+BLOCK_SUM, LOAD_CELL, STORE_CELL, ADD_TO_TOTAL = (int(Operation(number)) for number in range(26, 30))
+MOMENTS, ROOT_STEP = (int(Operation(number)) for number in range(30, 32))
 
 
 @inner

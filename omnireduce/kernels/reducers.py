@@ -92,7 +92,9 @@ def _call(
     bits: Any,
 ) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(context.get_value_type(numba.void), [context.get_value_type(each) for each in TYPES])
+        kind = ir.FunctionType(
+            context.get_value_type(numba.void), [context.get_value_type(argument) for argument in TYPES]
+        )
         context.call_function_pointer(builder, builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return context.get_dummy_value()
 

@@ -30,7 +30,7 @@ SCALES = np.exp2(np.arange(256) - 133.0).astype(np.float32)
 _LIMITS = (LARGEST * SCALES[:255]).view(np.int32)  # bits of the largest element that has this scale
 # 1 / scale as two factors, because 2^133 is no float32
 _DOWN = 133 - np.arange(256)
-FIRST, SECOND = (np.exp2(each.astype(np.float64)).astype(np.float32) for each in (_DOWN // 2, _DOWN - _DOWN // 2))
+FIRST, SECOND = (np.exp2(powers.astype(np.float64)).astype(np.float32) for powers in (_DOWN // 2, _DOWN - _DOWN // 2))
 
 
 @inlined

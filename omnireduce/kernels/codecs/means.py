@@ -53,10 +53,10 @@ def _encode(apart: bool, source: Array, where: Array, encoded: Array, means: Arr
         for byte in range(MEANS_BYTES):
             out[byte] = mean_bytes[byte]
         for byte in range(out.size - MEANS_BYTES):
-            found = 0
+            sign_bits = 0
             for bit in range(BITS):
-                found |= (row[BITS * byte + bit] < 0) << bit
-            out[MEANS_BYTES + byte] = found
+                sign_bits |= (row[BITS * byte + bit] < 0) << bit
+            out[MEANS_BYTES + byte] = sign_bits
 
 
 @kernel

@@ -37,8 +37,8 @@ def _encode(source: Array, bits: Array, where: Array, numbers: Array, encoded: A
             if word[i] & MAGNITUDE >= INFINITE:
                 out[i] = np.int8(NOT_A_NUMBER)
             else:
-                found = _rounded((abs(row[i]) * FIRST[exponent]) * SECOND[exponent], uniform(keys[k], i))
-                out[i] = np.int8(-found if row[i] < 0 else found)
+                magnitude = _rounded((abs(row[i]) * FIRST[exponent]) * SECOND[exponent], uniform(keys[k], i))
+                out[i] = np.int8(-magnitude if row[i] < 0 else magnitude)
         encoded[k, size] = exponent
 
 

@@ -24,10 +24,10 @@ def _encode(source: Array, where: Array, encoded: Array) -> None:
     for k in range(where.size):
         row, out = row_of(source, where[k]), row_of(encoded, k)
         for byte in range(out.size):
-            found = 0
+            vote_bits = 0
             for bit in range(BITS):
-                found |= (row[BITS * byte + bit] < 0) << bit
-            out[byte] = found
+                vote_bits |= (row[BITS * byte + bit] < 0) << bit
+            out[byte] = vote_bits
 
 
 @kernel

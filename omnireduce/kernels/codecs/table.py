@@ -44,11 +44,13 @@ def codec_named(name: str) -> Codec:
     if name in BUILT_IN:
         _try_out(BUILT_IN[name])
         return BUILT_IN[name]
-    found = load_named(name, f"the codec '{name}'", f"{', '.join((NONE, *BUILT_IN))}, or module:Class")
-    if not (isinstance(found, type) and issubclass(found, Codec)):
-        raise UsageError(f"the codec '{name}' is a {found!r}; expected a class that derives from omnireduce.Codec")
+    codec_class = load_named(name, f"the codec '{name}'", f"{', '.join((NONE, *BUILT_IN))}, or module:Class")
+    if not (isinstance(codec_class, type) and issubclass(codec_class, Codec)):
+        raise UsageError(
+            f"the codec '{name}' is a {codec_class!r}; expected a class that derives from omnireduce.Codec"
+        )
     try:
-        codec: Codec = found()
+        codec: Codec = codec_class()
         _try_out(codec)
         return codec
     except Exception as error:

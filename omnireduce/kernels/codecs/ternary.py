@@ -49,10 +49,10 @@ def _encode(
         for byte in range(SCALE_BYTES):
             out[byte] = scale_bits[0] >> 8 * byte & 0xFF
         for byte in range(out.size - SCALE_BYTES):
-            found = np.uint8(0)
+            packed_digits = np.uint8(0)
             for i in range(IN_BYTE):
-                found = found * np.uint8(BASE) + digits[IN_BYTE * byte + IN_BYTE - 1 - i]
-            out[SCALE_BYTES + byte] = found
+                packed_digits = packed_digits * np.uint8(BASE) + digits[IN_BYTE * byte + IN_BYTE - 1 - i]
+            out[SCALE_BYTES + byte] = packed_digits
 
 
 @kernel

@@ -51,32 +51,32 @@ class KernelFiles:
 
     def load(self, name: str) -> bytes | None:
         """The contents of the file `name`; None where there is none that can be used."""
-        for place in self._folders:
+        for folder_path in self._folders:
             try:
-                with _opened(place) as folder:
+                with _opened(folder_path) as folder:
                     content = _read(folder, name)
                     self._use(folder)
             except OSError:  # where nothing else can be kept either, `save` says why
                 continue
             if content is not None:
-                self.kept_in = place
+                self.kept_in = folder_path
                 return content
-            self.note(f"{place / name}: cut short or damaged, so this kernel was compiled once more")
+            self.note(f"{folder_path / name}: cut short or damaged, so this kernel was compiled once more")
         return None
 
     def save(self, name: str, content: bytes) -> None:
         """Keep `content` as the file `name`."""
         why = []
-        for place in self._folders:
+        for folder_path in self._folders:
             try:
-                _make(place)
-                with _opened(place) as folder:
+                _make(folder_path)
+                with _opened(folder_path) as folder:
                     _write(folder, name, content)
             except OSError as error:
-                why.append(f"{place}: {error.strerror}")
+                why.append(f"{folder_path}: {error.strerror}")
             else:
-                self.kept_in = place
-                self._sweep(place)
+                self.kept_in = folder_path
+                self._sweep(folder_path)
                 return
         because = "; ".join(why) or "this user has no home"
         self.trouble = (
@@ -86,7 +86,7 @@ class KernelFiles:
 
     def has(self, name: str) -> bool:
         """Whether some folder has the file `name`."""
-        return any(os.path.exists(place / name) for place in self._folders)
+        return any(os.path.exists(folder_path / name) for folder_path in self._folders)
 
     def use_first_only(self) -> None:
         """From now on, read kernels from the first folder, and keep them there, alone."""
@@ -95,12 +95,12 @@ class KernelFiles:
     @property
     def folder(self) -> Path | None:
         """The folder for new kernels, which this makes; None if they cannot be kept."""
-        for place in self._folders:
+        for folder_path in self._folders:
             with suppress(OSError):
-                _make(place)
-                with _opened(place) as folder:
+                _make(folder_path)
+                with _opened(folder_path) as folder:
                     if os.access(".", os.W_OK, dir_fd=folder):
-                        return place
+                        return folder_path
         return None
 
     def note(self, trouble: str) -> None:
@@ -119,18 +119,18 @@ class KernelFiles:
             with suppress(OSError):
                 os.utime(folder)
 
-    def _sweep(self, place: Path) -> None:
+    def _sweep(self, folder_path: Path) -> None:
         """Once in a process: remove files that nobody has finished, and the folders that were used least lately."""
         if self._swept:
             return
         self._swept = True
         with suppress(OSError):
-            for file in place.glob(f"*{UNFINISHED}"):
+            for file in folder_path.glob(f"*{UNFINISHED}"):
                 if time.time() - file.stat().st_mtime > UNFINISHED_S:
                     file.unlink()
-            others = [each for each in place.parent.iterdir() if each != place and _is_ours(each)]
-            for each in sorted(others, key=lambda each: each.stat().st_mtime, reverse=True)[KEPT:]:
-                _remove(each)
+            siblings = [path for path in folder_path.parent.iterdir() if path != folder_path and _is_ours(path)]
+            for sibling in sorted(siblings, key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
+                _remove(sibling)
 
 
 def _is_ours(folder: Path) -> bool:
@@ -148,16 +148,16 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-def _make(place: Path) -> None:
+def _make(folder_path: Path) -> None:
     """Make the folder, so that others cannot write to it, whatever the umask is."""
-    for each in reversed([each for each in (place, *place.parents) if not each.exists()]):
-        each.mkdir(mode=0o755, exist_ok=True)
+    for missing in reversed([path for path in (folder_path, *folder_path.parents) if not path.exists()]):
+        missing.mkdir(mode=0o755, exist_ok=True)
 
 
 @contextmanager
-def _opened(place: Path) -> Iterator[int]:
+def _opened(folder_path: Path) -> Iterator[int]:
     """The folder's descriptor. Raises OSError where it cannot be opened, or others may write to it."""
-    folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(folder_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _check(os.fstat(folder))
         yield folder

@@ -154,12 +154,12 @@ class _OnDisk(caching._Cache):
     def _name(self, types: Any) -> str:
         """The name of its file; empty where nothing tells this kernel from others."""
         function = self._function
-        cells = tuple(each.cell_contents for each in function.__closure__ or ())
+        cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
         source = "" if function.__module__.startswith(OURS) else _digest_of(function.__code__.co_filename)
         if source is None or not self._is_on:
             return ""
-        place = (function.__module__, function.__qualname__, function.__code__.co_firstlineno)
-        digest = hashlib.sha256(repr((place, source, types, _pickled(cells))).encode()).hexdigest()
+        definition = (function.__module__, function.__qualname__, function.__code__.co_firstlineno)
+        digest = hashlib.sha256(repr((definition, source, types, _pickled(cells))).encode()).hexdigest()
         return f"{function.__name__}-{digest[:32]}.kernel"
 
 
@@ -179,8 +179,8 @@ def _all_of(result: Any) -> Any:
 def _machine_code_only(result: Any) -> Any:
     """The data that numba stores of a compiled kernel, with empty functions in place of those to build into others."""
     (name, kind, (machine_code, bitcode)), *rest = result._reduce()
-    names = [each.name for each in llvm.parse_bitcode(bitcode).functions if not each.is_declaration]
-    empty = llvm.parse_assembly("\n".join(f'define void @"{each}"() {{ ret void }}' for each in names))
+    names = [defined.name for defined in llvm.parse_bitcode(bitcode).functions if not defined.is_declaration]
+    empty = llvm.parse_assembly("\n".join(f'define void @"{name}"() {{ ret void }}' for name in names))
     return (name, kind, (machine_code, empty.as_bitcode())), *rest
 
 
