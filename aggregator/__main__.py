@@ -1,6 +1,6 @@
 """`python -m omnireduce.aggregator`, and in a checkout `python -m aggregator`: the same as `omnireduce aggregator`."""
 
-from omnireduce.support.starting import slow_imports
+from omnireduce.support.ctrl_c_at_start import slow_imports
 
 with slow_imports():
     from omnireduce.aggregator.cli import main

@@ -38,7 +38,7 @@ from omnireduce.aggregator.drain_state import Draining
 from omnireduce.aggregator.heartbeats import Heartbeat, HeartbeatWatch, check_interval_s
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.page_access import make_pages, warning_if_open
-from omnireduce.aggregator.reload_in_children import try_reload
+from omnireduce.aggregator.reload_on_hangup import try_reload
 from omnireduce.aggregator.shard import Listeners, open_listeners, own_codecs, run_shard
 from omnireduce.aggregator.systemd import notify, watchdog_s
 from omnireduce.core.admin_messages import Order

@@ -1,4 +1,7 @@
-"""Heartbeats of the shards. Each shard notes its turns in memory that it shares with supervisor and monitor."""
+"""Heartbeats of the shards. Each shard notes its turns in memory that it shares with supervisor and monitor.
+
+The supervisor ends and restarts a shard that is silent for too long: `Daemon._check_heartbeats`.
+"""
 
 from __future__ import annotations
 

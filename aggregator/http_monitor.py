@@ -36,7 +36,7 @@ from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, headers_of
 from omnireduce.aggregator.metrics import Answers, ShardCollector
 from omnireduce.aggregator.page_access import CHALLENGES, OPEN_PAGES, Pages, make_pages
-from omnireduce.aggregator.reload_in_children import reload_on_hangup
+from omnireduce.aggregator.reload_on_hangup import reload_on_hangup
 from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.safe_text import SHOWN, shown
 from omnireduce.errors import TransportError

@@ -14,7 +14,7 @@ from omnireduce.aggregator.access import make_access
 from omnireduce.aggregator.children import ChannelEnd, ClientOrder, RemainingJobs, process_count
 from omnireduce.aggregator.heartbeats import Heartbeat, check_interval_s
 from omnireduce.aggregator.ignored_signals import ignore
-from omnireduce.aggregator.reload_in_children import reload_on_hangup
+from omnireduce.aggregator.reload_on_hangup import reload_on_hangup
 from omnireduce.aggregator.uplink_dialer import DialerPool
 from omnireduce.core.admin_messages import Order
 from omnireduce.errors import ConfigError, ProtocolError, TransportError, UsageError

@@ -28,7 +28,7 @@ from benchmarks.harness.environments import ROOT
 from benchmarks.harness.group import daemon
 from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import Verbs
-from omnireduce.transport.memory import private_slots
+from omnireduce.transport.shared_memory import private_slots
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.queue import Queue
 

@@ -19,9 +19,9 @@ from omnireduce.core.dtypes import element_type
 from omnireduce.core.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, message_steps, read_header
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.regions import DESCRIPTORS
+from omnireduce.protocol.collective.dense_operands import DenseTensor, Memory, Operand
 from omnireduce.protocol.collective.effects import End
 from omnireduce.protocol.collective.index_lists import MessageSizing
-from omnireduce.protocol.collective.operands import DenseTensor, Memory, Operand
 from omnireduce.protocol.collective.ragged_parts import RaggedParts, packed
 from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange, region_bytes

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omnireduce.core.layout import Layout
+from omnireduce.core.blocks_and_stripes import Layout
 
 SIZES = st.integers(0, 3000)
 HUGE = st.integers(2**31 - 2, 2**40) | st.integers(0, 2**62)

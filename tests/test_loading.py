@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from omnireduce import UsageError
-from omnireduce.support.loading import add_current_folder_to_path, load_named
+from omnireduce.support.load_by_name import add_current_folder_to_path, load_named
 
 
 def test_it_is_found_in_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

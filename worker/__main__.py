@@ -2,7 +2,7 @@
 worker's.
 """
 
-from omnireduce.support.starting import slow_imports
+from omnireduce.support.ctrl_c_at_start import slow_imports
 
 with slow_imports():
     from omnireduce.worker.cli import main

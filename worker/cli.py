@@ -97,7 +97,7 @@ def lab(
 ) -> None:
     config = _load(config_file, overrides)
     from omnireduce.runtime.rank.launcher_detection import own_launch
-    from omnireduce.worker.lab.command import run_lab
+    from omnireduce.worker.lab.exercises import run_lab
 
     sizes = numbers(elements, "--elements")
     run_lab(config, own_launch(rank=rank, size=size), sizes, rounds)

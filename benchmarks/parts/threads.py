@@ -29,7 +29,7 @@ from benchmarks.harness.verdicts import at_least, show_verdicts
 from omnireduce.core.descriptor import describe
 from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import read_header, slot_bytes_for
-from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.rank.threads import ParallelDriver, Threads
 from omnireduce.transport.base import Credited, Received

@@ -8,7 +8,7 @@ powersgd      matrices as thin factors
 grace         all of this by GRACE's names
 """
 
-from omnireduce.compression.compressed import Compression
+from omnireduce.compression.compressed_sums import Compression
 from omnireduce.compression.grace.params import grace_from_params
 from omnireduce.compression.memories import DgcMomentum, Memory, NoMemory, Residual
 from omnireduce.compression.powersgd import PowerSgd

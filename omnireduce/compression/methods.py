@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from omnireduce.compression.compressed import Compression
+from omnireduce.compression.compressed_sums import Compression
+from omnireduce.compression.gradient_checks import Sum
 from omnireduce.compression.memories import Residual
 from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import (
@@ -18,7 +19,6 @@ from omnireduce.compression.selectors import (
     Threshold,
     TopK,
 )
-from omnireduce.compression.sums import Sum
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import BUILT_IN, NONE

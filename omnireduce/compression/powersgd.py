@@ -17,8 +17,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from omnireduce.compression.gradient_checks import Sum, check_gradient, check_name, check_seed, name_for_all
 from omnireduce.compression.memories import Memory, Residual
-from omnireduce.compression.sums import Sum, check_gradient, check_name, check_seed, name_for_all
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from omnireduce.compression.sums import check_seed, check_values
+from omnireduce.compression.gradient_checks import check_seed, check_values
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.float32_bits import MAGNITUDE

@@ -17,7 +17,7 @@ from omnireduce.compression.grace.params import class_named
 from omnireduce.compression.grace.trial import SelectorCompressor, try_compressor
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
-from omnireduce.support.loading import add_current_folder_to_path
+from omnireduce.support.load_by_name import add_current_folder_to_path
 
 
 def report_trial(name: str, settings: Sequence[str]) -> bool:

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 
 from omnireduce.core.block_program import BlockProgram
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.dtypes import BOOL, BYTES, ELEMENT_TYPES, ElementType, element_type
-from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import EXTRA_BYTES, MAX_BLOCKS, MAX_ELEMENTS
 from omnireduce.core.wire.safe_text import SHOWN, UNDECODABLE, shown
 from omnireduce.errors import ProtocolError, UsageError

@@ -12,9 +12,9 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import inlined, inner
 from omnireduce.kernels.instructions import counter, prefetch, prefetch_to_write, row_of, span_of
-from omnireduce.kernels.merge import ABSENT, MARK_SHIFT
+from omnireduce.kernels.merge_indices import ABSENT, MARK_SHIFT
 from omnireduce.kernels.reduce import OWN, SUM
-from omnireduce.kernels.reducers import reduce_at
+from omnireduce.kernels.reducers_by_type import reduce_at
 from omnireduce.kernels.regions import (
     FLOAT16,
     LINE,

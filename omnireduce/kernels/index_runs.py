@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import kernel
-from omnireduce.kernels.merge import MARK_SHIFT
+from omnireduce.kernels.merge_indices import MARK_SHIFT
 
 NUMBER = (1 << MARK_SHIFT) - 1  # the bits of an index that are its block number
 

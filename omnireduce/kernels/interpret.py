@@ -23,7 +23,7 @@ from omnireduce.kernels.instructions import (
     row_of,
     span_of,
 )
-from omnireduce.kernels.merge import ABSENT
+from omnireduce.kernels.merge_indices import ABSENT
 from omnireduce.kernels.reduce import reduce_block
 
 LINE = LINE_BYTES // 4  # float32

@@ -14,7 +14,7 @@ import numpy as np
 from omnireduce.core.dtypes import Array, ElementType
 from omnireduce.kernels.compiling.jit import inlined, inner, kernel
 from omnireduce.kernels.instructions import row_of, span_of, span_or
-from omnireduce.kernels.merge import ABSENT
+from omnireduce.kernels.merge_indices import ABSENT
 
 OWN = -2  # in the part of a block: the block that the caller has in an array of its own
 SUM, MEAN, MIN, MAX, PROD, UNSIGNED_MIN, UNSIGNED_MAX = range(7)

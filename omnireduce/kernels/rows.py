@@ -12,9 +12,9 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import inner
 from omnireduce.kernels.instructions import counter
-from omnireduce.kernels.merge import ABSENT
+from omnireduce.kernels.merge_indices import ABSENT
 from omnireduce.kernels.reduce import OWN, SUM
-from omnireduce.kernels.reducers import reduce_at
+from omnireduce.kernels.reducers_by_type import reduce_at
 from omnireduce.kernels.regions import DESCRIPTOR_WORDS, DESCRIPTORS, FLOAT16, ROWS_AT, is_needed, slot_of
 
 # Of `lists`: where a rank's numbers begin and end, behind those listed so far, which row is to be merged next,

@@ -26,10 +26,10 @@ from omnireduce.kernels.exchange import await_step, next_step, run, run_with_row
 from omnireduce.kernels.index_runs import expand_runs, list_runs
 from omnireduce.kernels.index_steps import STEP_BYTES, expand_steps, list_steps
 from omnireduce.kernels.interpret import run_on_blocks
-from omnireduce.kernels.merge import admit_indices, admit_marked, leave_out, plan_every, plan_union
+from omnireduce.kernels.merge_indices import admit_indices, admit_marked, leave_out, plan_every, plan_union
 from omnireduce.kernels.nonzero_blocks import deal_rows, list_blocks, list_noted, pack_blocks, pack_listed, pack_rows
 from omnireduce.kernels.reduce import OPS, reduce_blocks, reduce_half_blocks
-from omnireduce.kernels.reducers import reducer_of
+from omnireduce.kernels.reducers_by_type import reducer_of
 from omnireduce.kernels.regions import (
     FLOAT32,
     SLOTS,

@@ -23,10 +23,10 @@ from omnireduce.launch.connection import CHUNK, STDERR, STDOUT, Connection, Sign
 from omnireduce.launch.hosts import Host, Slot, parse_lines, place_ranks
 from omnireduce.launch.job import InterruptedLaunchError, LaunchedJob
 from omnireduce.launch.launch import LOCALHOST, connect
+from omnireduce.launch.launched_rank import LaunchedRank, how_it_ended
 from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput
 from omnireduce.launch.plan import LaunchRequest, Plan, check_command
-from omnireduce.launch.rank_variables import Rank, how_it_ended
 from omnireduce.protocol.reminders import Reminders
 from omnireduce.support.config import override_config
 from omnireduce.support.files.paths import decode_text
@@ -262,7 +262,7 @@ class ElasticJob(LaunchedJob):
 
     # ranks and hosts that fail
 
-    def _rank_ended(self, rank: Rank) -> None:
+    def _rank_ended(self, rank: LaunchedRank) -> None:
         if rank.number < 0 or self.is_ending or rank.number in self.reasons:
             super()._rank_ended(rank)
         elif self._is_finishing:
@@ -275,7 +275,7 @@ class ElasticJob(LaunchedJob):
         else:
             self._restart(rank)
 
-    def _restart(self, rank: Rank) -> None:
+    def _restart(self, rank: LaunchedRank) -> None:
         host, limit = rank.connection.host, self._request.reset_limit
         rank.status = rank.status or 1  # it has not ended the training
         self.failed = rank

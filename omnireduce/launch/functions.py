@@ -23,13 +23,13 @@ from omnireduce.launch.command import run as command
 from omnireduce.launch.connection import STDERR, STDOUT
 from omnireduce.launch.job import LaunchedJob
 from omnireduce.launch.launch import STARTED_BY_US, connect, make_prefixed_output, names_of_hosts, start_ranks
+from omnireduce.launch.launched_rank import LaunchedRank
 from omnireduce.launch.output import TextSink
 from omnireduce.launch.plan import LaunchRequest
-from omnireduce.launch.rank_variables import Rank
+from omnireduce.support.child_program import TREE, program_of
 from omnireduce.support.config import Config
 from omnireduce.support.extras import install
-from omnireduce.support.interpreters import TREE, program_of
-from omnireduce.support.loading import search_path
+from omnireduce.support.load_by_name import search_path
 
 _PRINTING_OPTIONS = ("check_build", "version")
 _HOROVOD = {"use_mpi": "mpi", "use_gloo": "gloo", "cooldown_range": "blacklist_cooldown_range"}
@@ -171,7 +171,7 @@ def results_of(job: LaunchedJob) -> list[Any]:
     return [outcome[1] for outcome in outcomes.values() if outcome is not None]
 
 
-def _read_result(rank: Rank) -> tuple[bool, Any, str] | None:
+def _read_result(rank: LaunchedRank) -> tuple[bool, Any, str] | None:
     """Whether the function returned, its result or exception, and the traceback; None for a rank that died before."""
     if not rank.result:
         return None
@@ -186,7 +186,7 @@ def _read_result(rank: Rank) -> tuple[bool, Any, str] | None:
     return is_well, value, text
 
 
-def _end_of_rank(rank: Rank) -> str:
+def _end_of_rank(rank: LaunchedRank) -> str:
     if not rank.status:
         return "ended before it returned"
     return f"ended with status {rank.status}" if rank.status > 0 else f"was ended by signal {-rank.status}"

@@ -33,9 +33,9 @@ from omnireduce.launch.connection import (
     Start,
     Started,
 )
+from omnireduce.launch.launched_rank import LaunchedRank, how_it_ended
 from omnireduce.launch.loop import FATAL, Loop
 from omnireduce.launch.output import DescriptorSink, LineSplitter, PrefixedOutput, UnchangedOutput
-from omnireduce.launch.rank_variables import Rank, how_it_ended
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.logs import tagged
 
@@ -67,8 +67,8 @@ class LaunchedJob(Loop):
     ) -> None:
         super().__init__(connections, descriptors)
         self.output, self._grace_s = output, grace_s
-        self.ranks: dict[int, Rank] = {}
-        self.failed: Rank | None = None  # the first rank that failed
+        self.ranks: dict[int, LaunchedRank] = {}
+        self.failed: LaunchedRank | None = None  # the first rank that failed
         self.reasons: dict[int, str] = {}  # why a rank could not be started
         self.signal = 0  # the signal that ends the job
         self.launcher_name = ""  # the name of another launcher, if it runs in place of ranks
@@ -191,7 +191,7 @@ class LaunchedJob(Loop):
             self.output.finish(_name(rank.number))
             self._rank_ended(rank)
 
-    def _rank(self, connection: Connection, number: int) -> Rank:
+    def _rank(self, connection: Connection, number: int) -> LaunchedRank:
         """The process of this number. Raises TransportError if there is none."""
         if number not in self.ranks:
             raise TransportError(f"{connection.host}: its supervisor speaks of process {number}, which is not there")
@@ -256,7 +256,7 @@ class LaunchedJob(Loop):
 
     def start(self, number: int, connection: Connection, order: Start) -> None:
         """Start a process on a host."""
-        self.ranks[number] = Rank(number, connection)
+        self.ranks[number] = LaunchedRank(number, connection)
         connection.send(order)
 
     def await_aggregator(self, shards: int) -> tuple[str, ...]:
@@ -302,13 +302,13 @@ class LaunchedJob(Loop):
             return 0
         return self.failed.status if self.failed.status > 0 else 128 - self.failed.status
 
-    def _running_on(self, connection: Connection) -> list[Rank]:
+    def _running_on(self, connection: Connection) -> list[LaunchedRank]:
         return [rank for rank in self.ranks.values() if rank.connection is connection and rank.status is None]
 
     def _all_ended(self) -> bool:
         return all(rank.status is not None for rank in self.ranks.values() if rank.number >= 0)
 
-    def _rank_ended(self, rank: Rank) -> None:
+    def _rank_ended(self, rank: LaunchedRank) -> None:
         if rank.number in self.reasons and not self.is_ending:
             self.failed = rank
             self.end_ranks()
@@ -318,7 +318,7 @@ class LaunchedJob(Loop):
         elif (rank.status or rank.was_asked) and not self.is_ending:
             self._fail(rank, self.launcher_name or f"rank {rank.number}", rank.status or 1)
 
-    def _fail(self, rank: Rank, process: str, status: int) -> None:
+    def _fail(self, rank: LaunchedRank, process: str, status: int) -> None:
         end, place_of_process = how_it_ended(rank, status), f"{process} on {rank.connection.host}"
         rank.status, self.failed = status, rank
         number = rank.number if rank.number >= 0 else None

@@ -19,8 +19,8 @@ from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput, Sink, UnchangedOutput
 from omnireduce.launch.plan import LaunchRequest, Plan, check_command
 from omnireduce.support import processors
+from omnireduce.support.child_program import TREE
 from omnireduce.support.config import Config
-from omnireduce.support.interpreters import TREE
 
 LOCALHOST = "localhost"
 RANKS_AT_ONCE = 32  # ranks that are started before the job handles events

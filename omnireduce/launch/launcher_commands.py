@@ -20,9 +20,9 @@ from omnireduce.launch.hosts import Host, is_this_host, names_in
 from omnireduce.launch.job import LaunchedJob
 from omnireduce.launch.plan import LaunchRequest, Plan
 from omnireduce.support.addresses import loopback
+from omnireduce.support.child_program import TREE, program_of
 from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.support.extras import install
-from omnireduce.support.interpreters import TREE, program_of
 
 SET_RANK_PROGRAM = program_of("omnireduce.launch.set_rank", "1")
 _VERSION_S = 30.0  # the longest run of `mpirun --version`

@@ -35,10 +35,10 @@ from omnireduce.support.addresses import (
     parse_address,
     reachable_address,
 )
+from omnireduce.support.child_program import TREE, program_of
 from omnireduce.support.config import Config
 from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.support.files.paths import current_folder
-from omnireduce.support.interpreters import TREE, program_of
 
 EMBEDDED = "embedded"
 MOST_SHARDS = 64

@@ -9,34 +9,10 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from omnireduce.launch.connection import Connection
 from omnireduce.launch.hosts import Slot
 from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.support.launcher_variables import variables_of_launchers
-
-
-@dataclass
-class Rank:
-    """A process of the job, and its place."""
-
-    number: int
-    connection: Connection
-    status: int | None = None
-    pid: int = 0
-    was_asked: bool = False  # its supervisor asked it to end
-    why: str = ""  # the reason for its end that the system knows
-    result: bytearray = field(default_factory=bytearray)
-
-
-def how_it_ended(rank: Rank, status: int) -> str:
-    """A text about the end of a rank that has failed."""
-    text = f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
-    if rank.was_asked:  # by its host, not by this program
-        text += ", after its host had told it to end"
-    return f"{text}: {rank.why}" if rank.why else text
-
 
 _MPI_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
 _LOGIN_VARIABLES = {  # variables about this login; another host has its own

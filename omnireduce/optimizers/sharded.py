@@ -18,7 +18,7 @@ from omnireduce.core.block_program import FIRST_COLUMN, PROGRAM_ELEMENTS, SUM, A
 from omnireduce.core.dtypes import Array
 from omnireduce.core.hyperparameters import number
 from omnireduce.errors import UsageError, a_type
-from omnireduce.optimizers.parameters import Memory, Part, as_weights, check_tables, parameters_of, parts_of
+from omnireduce.optimizers.parts import Memory, Part, as_weights, check_tables, parameters_of, parts_of
 from omnireduce.optimizers.rules import SCRATCH, WEIGHTS, Lamb, Rule, Step, check_rule
 from omnireduce.optimizers.saved_state import (
     NUMBER_BITS,

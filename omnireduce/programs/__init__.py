@@ -42,7 +42,8 @@ from omnireduce.programs.expressions import (
     Variable,
 )
 from omnireduce.programs.layouts import Layout, Local, Replicated, Sliced, Sliced_2
-from omnireduce.programs.operations import (
+from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.whole_tensor_operations import (
     MatMul,
     Maximum,
     Minimum,
@@ -53,7 +54,6 @@ from omnireduce.programs.operations import (
     Summation,
     Update,
 )
-from omnireduce.programs.pipeline import Pipeline
 
 if TYPE_CHECKING:
     from omnireduce.programs.tuning import autotune

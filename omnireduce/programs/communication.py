@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omnireduce.programs.expressions import Expression, Type, as_expression, short
-from omnireduce.programs.operations import Reduction, check_reduction, moved_layout
+from omnireduce.programs.whole_tensor_operations import Reduction, check_reduction, moved_layout
 
 
 class Communication(Expression):

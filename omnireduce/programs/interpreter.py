@@ -16,9 +16,9 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor, is_narrow
-from omnireduce.programs.operations import Reduction, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
+from omnireduce.programs.whole_tensor_operations import Reduction, Update, WholeReduction
 
 PerRank = list[Array]
 MAX_RANKS = 4096  # their arrays are all in this process

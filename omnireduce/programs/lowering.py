@@ -39,9 +39,9 @@ from omnireduce.programs.expressions import (
     short,
 )
 from omnireduce.programs.layouts import Layout
-from omnireduce.programs.operations import Norm, ReduceTensor, Summation, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.stages import FusedAllReduce
+from omnireduce.programs.whole_tensor_operations import Norm, ReduceTensor, Summation, Update, WholeReduction
 
 IN_PLACE = {"+": Operation.ADD, "-": Operation.SUBTRACT, "*": Operation.MULTIPLY, "/": Operation.DIVIDE}
 FROM_RIGHT = {"+": Operation.ADD, "-": Operation.SUBTRACT_FROM, "*": Operation.MULTIPLY, "/": Operation.DIVIDE_INTO}

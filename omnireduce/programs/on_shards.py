@@ -21,10 +21,10 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.programs.expressions import Constant, Expression, Input, Tensor
 from omnireduce.programs.lowering import Lowered, Phase, lowered
-from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, bound_sizes, check_names, compute, input_value, sizes_in
 from omnireduce.programs.runner import agreement_terms
+from omnireduce.programs.whole_tensor_operations import Update, WholeReduction
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.shared_errors import report_errors_to

@@ -14,10 +14,10 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.programs.communication import AllReduce, Broadcast, Send
 from omnireduce.programs.drawing import program_text
 from omnireduce.programs.expressions import Constant, Expression, Input, Pointwise, Tensor, short
-from omnireduce.programs.operations import Update
 from omnireduce.programs.placement import sizes_in
 from omnireduce.programs.source_lines import error_at, names_of_user, user_line
 from omnireduce.programs.stages import Compound, Stage, in_order, in_stages, users_of
+from omnireduce.programs.whole_tensor_operations import Update
 
 if TYPE_CHECKING:
     from omnireduce.programs.on_shards import OnShards

@@ -21,7 +21,7 @@ from omnireduce.programs.expressions import (
     number_array,
 )
 from omnireduce.programs.layouts import Layout, bounds
-from omnireduce.programs.operations import MatMul
+from omnireduce.programs.whole_tensor_operations import MatMul
 
 Sizes = Mapping[Variable, int]
 

@@ -12,8 +12,8 @@ from omnireduce.errors import UsageError
 from omnireduce.programs.communication import Send
 from omnireduce.programs.expressions import Expression
 from omnireduce.programs.layouts import Layout, bounds
-from omnireduce.programs.operations import Reduction
 from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.whole_tensor_operations import Reduction
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.handles import Handle
 

@@ -23,8 +23,8 @@ from omnireduce.programs.communication import AllGather, AllReduce, ReduceScatte
 from omnireduce.programs.drawing import title
 from omnireduce.programs.expressions import Expression, Pointwise, Tensor, formula
 from omnireduce.programs.layouts import Layout, Sliced
-from omnireduce.programs.operations import MatMul, Update, WholeReduction
 from omnireduce.programs.stages import Compound, Fused, FusedAllReduce, Overlapped, Reducer, between, reachable, rebuilt
+from omnireduce.programs.whole_tensor_operations import MatMul, Update, WholeReduction
 
 if TYPE_CHECKING:
     from omnireduce.programs.pipeline import Handle, Pipeline

@@ -15,12 +15,12 @@ from omnireduce.kernels.array_checksum import checksum
 from omnireduce.programs.communication import AllGather, AllReduce, Broadcast, Recv, ReduceScatter, Send
 from omnireduce.programs.expressions import Constant, Expression, Input, Pointwise, Region, Type
 from omnireduce.programs.layouts import Layout, bounds
-from omnireduce.programs.operations import Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, Sizes, bound_sizes, check_names, compute, input_value, sizes_in
 from omnireduce.programs.rank_groups import Ranks, Rooms, WaitingRanks, ranks_of_a_group, resources_of
 from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Stage, kind_of, nodes_of
-from omnireduce.protocol.collective.operands import as_writable
+from omnireduce.programs.whole_tensor_operations import Update, WholeReduction
+from omnireduce.protocol.collective.dense_operands import as_writable
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import Comparison
 from omnireduce.runtime.rank.handles import Handle

@@ -15,7 +15,7 @@ from omnireduce.errors import UsageError
 from omnireduce.programs.communication import AllGather, AllReduce, ReduceScatter
 from omnireduce.programs.expressions import Constant, Expression, Input, Pointwise, Tensor, Type
 from omnireduce.programs.layouts import Layout
-from omnireduce.programs.operations import MatMul, Update
+from omnireduce.programs.whole_tensor_operations import MatMul, Update
 
 Changes = Mapping[Expression, Expression]
 

@@ -13,10 +13,10 @@ from omnireduce.core.wire.safe_text import listed
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.protocol.collective.collective import Collective, sum_of_host
+from omnireduce.protocol.collective.dense_operands import Operand
 from omnireduce.protocol.collective.effects import Effect, End, Finish, ReturnCredit, SendControl, Wake, Warn
 from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.mismatches import MismatchError
-from omnireduce.protocol.collective.operands import Operand
 from omnireduce.protocol.collective.parallel import Parallel, ThreadPool
 from omnireduce.protocol.collective.stream import ShardStream
 from omnireduce.protocol.deadlines import CollectiveDeadline

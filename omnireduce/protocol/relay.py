@@ -32,8 +32,8 @@ from omnireduce.core.wire.control import (
 )
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.draws import SUM
+from omnireduce.protocol.collective.combining import NO_HEADER
 from omnireduce.protocol.collective.effects import AbortKind, Effect, End, ReturnCredit, Send, SendControl, Warn
-from omnireduce.protocol.collective.merge import NO_HEADER
 from omnireduce.protocol.collective.reduction import Reduction
 from omnireduce.protocol.counters import Wait
 from omnireduce.protocol.shard import Inbox, ResultSlots, ShardMachine

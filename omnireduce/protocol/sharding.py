@@ -6,8 +6,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import REMEMBERED, Descriptor
-from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import capacity
 
 # Chunk of a large tensor: smaller chunks make ranks read counters more often, larger ones leave the caches

@@ -20,7 +20,7 @@ from omnireduce.runtime.rank.launcher_detection import detect_launch
 from omnireduce.support.config import Config, load_config
 from omnireduce.support.config.validation import expected_one_of
 from omnireduce.support.files.paths import read_text
-from omnireduce.support.loading import load_named
+from omnireduce.support.load_by_name import load_named
 from omnireduce.switchml.prepostprocessor import BUILT_IN, PrePostProcessor
 
 LARGEST_BLOCK = 1024  # SwitchML sends packets of 64 to 1024 elements; a tensor is padded to whole blocks

@@ -27,7 +27,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.transport.local import Peer
-from omnireduce.transport.memory import Region, private_slots
+from omnireduce.transport.shared_memory import Region, private_slots
 
 NO_SLOTS = np.zeros((0, 0), np.uint8)
 EVERYTHING = 1 << 62  # bytes

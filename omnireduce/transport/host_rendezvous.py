@@ -21,7 +21,7 @@ from omnireduce.support.addresses import BACKLOG
 from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport.base import NO_SLOTS
 from omnireduce.transport.local import peer_of
-from omnireduce.transport.memory import Regions
+from omnireduce.transport.shared_memory import Regions
 
 _CARD = struct.Struct("<II")  # a rank sends this with its descriptors: its number within the host, its process
 _BATCH = struct.Struct("<II")  # comes with a batch of descriptors: the first rank, the number of ranks

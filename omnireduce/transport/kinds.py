@@ -22,8 +22,8 @@ from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport.base import Link
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.local import holder_of, listen_local, name_of, peer_of
-from omnireduce.transport.memory import Region
 from omnireduce.transport.rdma import AUTO, RDMA
+from omnireduce.transport.shared_memory import Region
 from omnireduce.transport.shm import ShmLink, connect_shm
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import accept_tls, connect_tls

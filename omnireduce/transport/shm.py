@@ -15,7 +15,7 @@ from omnireduce.errors import TransportError
 from omnireduce.support.addresses import Address
 from omnireduce.transport.framing import CONTROL, FRAME, StreamLink
 from omnireduce.transport.local import Peer, connect_local, peer_of
-from omnireduce.transport.memory import Region, map_slots
+from omnireduce.transport.shared_memory import Region, map_slots
 
 MAX_DESCRIPTORS = 2
 

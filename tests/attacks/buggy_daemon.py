@@ -45,7 +45,7 @@ BUGS = {
         ),
         Mutation(
             "sums are maxima",
-            "omnireduce.protocol.collective.merge",
+            "omnireduce.protocol.collective.combining",
             "a sum is wrong",
             "        self._op = op_code(descriptor.op, descriptor.element)\n",
             '        self._op = op_code("max", descriptor.element)\n',

@@ -10,7 +10,7 @@ from transports import MEMORY, over
 
 from omnireduce.console.bench.cases import Case, Row, SyntheticCase
 from omnireduce.console.bench.run import run_case
-from omnireduce.core.layout import Layout
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from local_cluster import MPIRUN, ROOT, WAIT_S, Ranks
 
-from omnireduce.worker.lab.command import Messages, allreduce_by_messages, reduce_by_messages
+from omnireduce.worker.lab.exercises import Messages, allreduce_by_messages, reduce_by_messages
 
 
 def by_queues(rank: int, ways: dict[tuple[int, int], Any]) -> Messages:

@@ -22,7 +22,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import Welcome, encode_control
 from omnireduce.transport.framing import FRAME
 from omnireduce.transport.local import listen_local
-from omnireduce.transport.memory import Region, map_slots
+from omnireduce.transport.shared_memory import Region, map_slots
 from omnireduce.transport.shm import ShmLink
 
 ROUNDS = 20

@@ -23,7 +23,7 @@ from transports import over
 from omnireduce import Communicator, OmniReduceError, RefusedError, TransportError
 from omnireduce.aggregator.children import ChannelEnd, Children, Deaths
 from omnireduce.aggregator.daemon import Daemon as Supervisor
-from omnireduce.aggregator.reload_in_children import reload_on_hangup
+from omnireduce.aggregator.reload_on_hangup import reload_on_hangup
 from omnireduce.runtime.aggregator_client import ask
 from omnireduce.support.secret import Secret, load_secret
 

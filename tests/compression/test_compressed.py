@@ -21,7 +21,7 @@ from omnireduce.compression import (
     Selector,
     Threshold,
     TopK,
-    compressed,
+    compressed_sums,
 )
 from omnireduce.core.dtypes import Array
 
@@ -127,7 +127,7 @@ def test_elements_travel_with_numbers_or_in_blocks_whichever_is_less(
 
 def test_what_elements_cost_decides_for_some_steps(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """Elements close together go in blocks, those far apart by their numbers. All sums are right."""
-    monkeypatch.setattr(compressed, "DECIDE_EVERY", 2)
+    monkeypatch.setattr(compressed_sums, "DECIDE_EVERY", 2)
 
     def run(comm: Communicator) -> list[bool]:
         compression, by_number = Compression(Threshold(1.0)), []
@@ -172,8 +172,8 @@ def test_both_ways_give_the_same_sums(
     config = configured(daemon.addresses, setting)
     chosen = run_job(config, 2, run)
     for work_bytes in (-6, 1 << 30):  # always by number, always in blocks
-        monkeypatch.setattr(compressed, "WORK_BYTES", work_bytes)
-        monkeypatch.setattr(compressed, "WORK_BYTES_IN_MEMORY", work_bytes)
+        monkeypatch.setattr(compressed_sums, "WORK_BYTES", work_bytes)
+        monkeypatch.setattr(compressed_sums, "WORK_BYTES_IN_MEMORY", work_bytes)
         assert [result.tobytes() for result in run_job(config, 2, run)] == [each.tobytes() for each in chosen]
 
 

@@ -11,7 +11,7 @@ from transports import BY_SHARDS
 
 from omnireduce import AbortedError, Communicator
 from omnireduce.compression import PowerSgd, grace, grace_from_params
-from omnireduce.compression.sums import NAME_CHARACTERS
+from omnireduce.compression.gradient_checks import NAME_CHARACTERS
 
 SIZE = 32
 LONGEST = "n" * NAME_CHARACTERS

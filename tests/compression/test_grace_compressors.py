@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omnireduce import UsageError
 from omnireduce.compression import grace
 from omnireduce.compression.grace.params import COMPRESSORS
-from omnireduce.compression.grace.selecting import decode_gaps, encode_gaps
+from omnireduce.compression.grace.selecting_compressors import decode_gaps, encode_gaps
 from omnireduce.compression.grace.trial import try_compressor
 from omnireduce.core.dtypes import Array
 

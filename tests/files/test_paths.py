@@ -29,7 +29,7 @@ from omnireduce.support.files import paths
 from omnireduce.support.files.output import check_writable, make_folder, write_file
 from omnireduce.support.files.paths import MOST_BYTES, current_folder, decode_text, read_text, user_path, whole_path
 from omnireduce.support.files.tensors import read_tensors
-from omnireduce.support.loading import search_path
+from omnireduce.support.load_by_name import search_path
 from omnireduce.support.secret import Secret, load_secrets
 from omnireduce.support.teams import load_teams
 from omnireduce.switchml.settings import load_settings

@@ -13,15 +13,15 @@ import numpy as np
 from harness import Guarded, indices_of
 from messages import SLOT_BYTES, SLOTS
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import PACKET_BYTES, decode_descriptor
 from omnireduce.core.dtypes import Array, element_type
-from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import MAX_BLOCKS, read_header
 from omnireduce.core.wire.control import decode_control, encode_control
 from omnireduce.core.wire.safe_text import UNDECODABLE
 from omnireduce.errors import OmniReduceError, ProtocolError, UsageError
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.collective.effects import Effect, End, Finish, Send
-from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.collective.ragged_parts import COUNT_BYTES, RaggedParts, packed
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.protocol.shard import ShardMachine

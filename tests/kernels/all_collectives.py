@@ -23,7 +23,7 @@ from omnireduce.kernels.array_checksum import checksum
 from omnireduce.kernels.codecs.table import BUILT_IN, codec_named
 from omnireduce.kernels.compiling import jit
 from omnireduce.kernels.warm import make_ready, warm_up_aggregator, worker_kernels
-from omnireduce.protocol.collective.operands import as_writable
+from omnireduce.protocol.collective.dense_operands import as_writable
 from omnireduce.runtime.rank.calls.arguments import combine_duplicates
 from tests.simulator import draw
 from tests.simulator.campaign import Task, run_task

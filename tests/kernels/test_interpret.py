@@ -17,11 +17,11 @@ from omnireduce.core.block_program import (
     Operation,
     packed,
 )
+from omnireduce.core.blocks_and_stripes import Stripes
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Stripes
 from omnireduce.errors import ProtocolError, UsageError
-from omnireduce.kernels.merge import ABSENT
+from omnireduce.kernels.merge_indices import ABSENT
 from omnireduce.kernels.reduce import reduce_blocks
 from omnireduce.protocol.collective.block_programs import ShardStates
 

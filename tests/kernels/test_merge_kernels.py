@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from oracle import assert_same_values
 from samples import DTYPES, Array, sparse_tensor
 
+from omnireduce.core.blocks_and_stripes import ALL_STRIPES, Layout, Stripes
 from omnireduce.core.dtypes import ELEMENT_TYPES
-from omnireduce.core.layout import ALL_STRIPES, Layout, Stripes
-from omnireduce.kernels.merge import ABSENT, MARK_SHIFT, admit_indices, admit_marked, leave_out, plan_union
+from omnireduce.kernels.merge_indices import ABSENT, MARK_SHIFT, admit_indices, admit_marked, leave_out, plan_union
 from omnireduce.kernels.scatter import add_rows, scatter_blocks
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -15,7 +15,7 @@ from samples import CASES, DTYPES, Array, awkward_values, sparse_tensor
 
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.kernels import reduce as kernels
-from omnireduce.kernels.merge import ABSENT
+from omnireduce.kernels.merge_indices import ABSENT
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
 
 HALVES = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}

@@ -12,7 +12,7 @@ import pytest
 from local_cluster import ROOT
 
 from omnireduce.kernels import exchange, reduce
-from omnireduce.kernels.reducers import REDUCERS, reducer_of
+from omnireduce.kernels.reducers_by_type import REDUCERS, reducer_of
 from omnireduce.kernels.regions import STORAGES
 
 compiled = pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")

@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from oracle import indices_of_runs
 
+from omnireduce.core.blocks_and_stripes import Stripes
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Stripes
 from omnireduce.kernels.index_runs import expand_runs, list_runs
-from omnireduce.kernels.merge import MARK_SHIFT
+from omnireduce.kernels.merge_indices import MARK_SHIFT
 
 FAR = 2**40  # beyond what 32 bits can count
 LARGEST = 2**MARK_SHIFT - 1

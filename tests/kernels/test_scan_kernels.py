@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from samples import DTYPES, Array, awkward_values, sparse_tensor
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.dtypes import ELEMENT_TYPES
-from omnireduce.core.layout import Layout
 from omnireduce.kernels.nonzero_blocks import (
     deal_rows,
     list_blocks,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracle import indices_of_steps, steps_of
 
 from omnireduce.kernels.index_steps import STEP_BYTES, expand_steps, list_steps
-from omnireduce.kernels.merge import MARK_SHIFT
+from omnireduce.kernels.merge_indices import MARK_SHIFT
 
 LARGEST = 2**MARK_SHIFT - 1
 INDICES = st.lists(

@@ -14,8 +14,8 @@ from local_cluster import READY_S, SETTLE, WAIT_S
 
 from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.elastic_job import ElasticJob
+from omnireduce.launch.launched_rank import LaunchedRank
 from omnireduce.launch.output import PrefixedOutput
-from omnireduce.launch.rank_variables import Rank
 
 GATE = """
 import os, sys
@@ -193,7 +193,7 @@ def test_which_end_is_that_of_the_training() -> None:
     request = parse_command_line(["--min-np", "1", "-np", "3", "true"])
     connection: Any = SimpleNamespace(host="localhost", send=lambda _: None)
     with ElasticJob(request, PrefixedOutput({}), []) as job:
-        job.ranks = {number: Rank(number, connection) for number in range(3)}
+        job.ranks = {number: LaunchedRank(number, connection) for number in range(3)}
         for number, was_asked in ((0, True), (1, True), (2, False)):
             assert not job._is_finishing
             job.ranks[number].status, job.ranks[number].was_asked = 0, was_asked
@@ -206,7 +206,7 @@ def test_of_ranks_that_fail_after_one_has_ended_well_the_first_counts() -> None:
     request = parse_command_line(["--min-np", "1", "-np", "4", "true"])
     connection: Any = SimpleNamespace(host="localhost")
     with ElasticJob(request, PrefixedOutput({}), []) as job:
-        job.ranks = {number: Rank(number, connection) for number in range(4)}
+        job.ranks = {number: LaunchedRank(number, connection) for number in range(4)}
         for number, status, expected in ((0, 0, 0), (1, 3, 3), (2, -9, 3), (3, 4, 3)):
             job.ranks[number].status = status
             job._rank_ended(job.ranks[number])

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omnireduce.console.plan.patterns import DrawnPatterns, KnownPatterns, RememberedPatterns, SummedPatterns, load_of
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
 
 

@@ -19,7 +19,7 @@ from omnireduce.console.plan.model import (
     windows_for,
 )
 from omnireduce.console.plan.patterns import DrawnPatterns, Load, SummedPatterns, load_of
-from omnireduce.core.layout import Layout
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.sharding import CHUNK_BYTES
 

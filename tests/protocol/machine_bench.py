@@ -8,13 +8,13 @@ import numpy as np
 from harness import slot_bytes_for
 from samples import Array
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import element_type
-from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import ControlMessage, Goodbye
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.collective.effects import Effect, End, Finish, ReturnCredit, Send, SendControl, Warn
-from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.protocol.shard import ShardMachine
 

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from oracle import assert_results, bits
 from samples import Array, sparse_tensor
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import element_type
-from omnireduce.core.layout import Layout
 from omnireduce.errors import CodecError, ProtocolError, UsageError
 from omnireduce.kernels.codecs import base
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import SUM, block_keys, stream_key
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.protocol.collective.codecs import BlockCoder, codec_and_key
-from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 
 NAMES = tuple(BUILT_IN)
 SEEDS = st.integers(0, 2**32 - 1)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from oracle import assert_results, bits, reduce_in_rank_order
 from samples import Array, sparse_tensor
 
+from omnireduce.core.blocks_and_stripes import ALL_STRIPES, Layout
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import element_type
-from omnireduce.core.layout import ALL_STRIPES, Layout
 from omnireduce.core.wire.blocks import HEADER_BYTES, seal
 from omnireduce.kernels.index_runs import expand_runs
 from omnireduce.kernels.index_steps import expand_steps
-from omnireduce.kernels.merge import admit_indices
-from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.kernels.merge_indices import admit_indices
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.transport.base import Credited, Received
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -12,8 +12,8 @@ from samples import Array
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import element_type
 from omnireduce.core.wire.blocks import HEADER_BYTES, MAX_BLOCKS, seal
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.collective.effects import End
-from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.protocol.shard import ShardMachine
 from omnireduce.protocol.sharding import Sharding

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import indices_of_runs, indices_of_steps
 
+from omnireduce.core.blocks_and_stripes import Stripes
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import Header, read_header, seal
 from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.index_lists import TINY_BYTES, Lister

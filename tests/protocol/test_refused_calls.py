@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import BYTES, Array
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.collective.ragged_parts import COUNT_BYTES, RaggedParts, packed, packed_refusal
 from omnireduce.runtime.rank.calls.single import Pool
 

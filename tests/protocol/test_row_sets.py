@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from omnireduce.core.layout import Layout
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.collective.row_operands import RowSet, RowsInto
 from omnireduce.runtime.rank.calls.single import Pool
 

@@ -20,15 +20,15 @@ from oracle import (
 )
 from samples import CASES, Array, some_rows, sparse_tensor
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import describe
 from omnireduce.core.dtypes import ELEMENT_TYPES
-from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import read_header, seal
 from omnireduce.core.wire.control import Aborted, Cause, encode_control
 from omnireduce.kernels.chunk import NON_ZERO, PRESENT
 from omnireduce.kernels.regions import STATE
+from omnireduce.protocol.collective.dense_operands import DenseTensor, HostSum
 from omnireduce.protocol.collective.effects import End
-from omnireduce.protocol.collective.operands import DenseTensor, HostSum
 from omnireduce.protocol.host.state import Group, PassKind, preset
 from omnireduce.protocol.sharding import Sharding
 

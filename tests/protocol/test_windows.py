@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from oracle import steps_of
 
+from omnireduce.core.blocks_and_stripes import Stripes
 from omnireduce.core.descriptor import Descriptor
-from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import read_header, seal
 from omnireduce.errors import ProtocolError
+from omnireduce.protocol.collective.combining import FORMATS, Combiner
 from omnireduce.protocol.collective.index_lists import MessageSizing
-from omnireduce.protocol.collective.merge import FORMATS, Combiner
 from omnireduce.protocol.collective.reduction import Budget, Reduction
 
 BLOCK, BLOCKS, RANKS, SLOT_BYTES, ALL = 8, 4, 2, 4096, Stripes()

@@ -103,7 +103,7 @@ def test_packets_go_over_the_cable() -> None:
 
 
 def test_compiled_kernels_are_kept() -> None:
-    from omnireduce.kernels.merge import plan_union
+    from omnireduce.kernels.merge_indices import plan_union
     from omnireduce.kernels.warm import warm_up_aggregator
 
     warm_up_aggregator()

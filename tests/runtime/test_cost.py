@@ -26,7 +26,7 @@ from omnireduce.core.descriptor import describe
 from omnireduce.core.dtypes import Array, element_type
 from omnireduce.core.wire.blocks import capacity
 from omnireduce.kernels import nonzero_blocks, reduce
-from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.protocol.shard import ShardMachine
 from omnireduce.runtime.driver import Driver

@@ -25,8 +25,8 @@ from transports import MEMORY, over
 
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.errors import AbortedError, RefusedError
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.collective.effects import Effect
-from omnireduce.protocol.collective.operands import DenseTensor
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.rank import engine, poller
 from omnireduce.runtime.rank.calls.single import Call
@@ -35,7 +35,7 @@ from omnireduce.runtime.rank.handles import Handle
 from omnireduce.support.config import Config
 from omnireduce.support.logs import BoundLog
 from omnireduce.transport import framing
-from omnireduce.transport.memory import private_slots
+from omnireduce.transport.shared_memory import private_slots
 from omnireduce.transport.shm import ShmLink
 
 BLOCK = 256

@@ -19,7 +19,7 @@ from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.blocks import seal
 from omnireduce.core.wire.control import Hello, Refused, Welcome, decode_control
-from omnireduce.protocol.collective.merge import BLOCK_WORK, HALF_WORK
+from omnireduce.protocol.collective.combining import BLOCK_WORK, HALF_WORK
 from omnireduce.protocol.collective.reduction import Budget
 from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import ShardJob

@@ -43,7 +43,7 @@ def test_the_simulator_catches(name: str) -> None:
 
 def test_a_mutation_that_breaks_nothing_is_not_caught() -> None:
     harmless = Mutation(
-        "harmless", "omnireduce.core.layout", "nothing", "        return self.elements // self.block_size",
+        "harmless", "omnireduce.core.blocks_and_stripes", "nothing", "        return self.elements // self.block_size",
         "        return self.elements // int(self.block_size)", within=3,
     )  # fmt: skip
     result = hunt(harmless)
@@ -57,7 +57,7 @@ def test_a_test_that_cannot_run_catches_nothing() -> None:
 
 def test_a_mutation_that_does_not_fit_says_so() -> None:
     with pytest.raises(MutationError, match="has its snippet 0 times"):
-        mutated(Mutation("x", "omnireduce.core.layout", "nothing", "not there", ""), "source")
+        mutated(Mutation("x", "omnireduce.core.blocks_and_stripes", "nothing", "not there", ""), "source")
 
 
 def test_a_mutation_that_comes_too_late_says_so() -> None:

@@ -38,7 +38,7 @@ from omnireduce.runtime.rank.engine import GOODBYE_S
 from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.rank.threads import ParallelDriver
 from omnireduce.support.secret import Secret
-from omnireduce.transport.memory import private_slots
+from omnireduce.transport.shared_memory import private_slots
 from omnireduce.transport.sim import SimLink
 
 from .audit import audit_worker

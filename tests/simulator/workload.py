@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from omnireduce.core.block_program import FIRST_COLUMN, Assembly, BlockProgram, Operation
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import REDUCING, Descriptor, describe
 from omnireduce.core.dtypes import ELEMENT_TYPES, Array
-from omnireduce.core.layout import Layout
 from omnireduce.protocol.collective.block_programs import ProgrammedTensor, Totals
-from omnireduce.protocol.collective.operands import DenseTensor, Operand
+from omnireduce.protocol.collective.dense_operands import DenseTensor, Operand
 from omnireduce.protocol.collective.row_operands import RowSet, RowsInto
 from omnireduce.runtime.rank.calls.single import Pool
 from tests.oracle import is_number, reduce_by_tree

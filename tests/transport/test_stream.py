@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from omnireduce.transport.base import Control, Credited, Event, Lost, Received
 from omnireduce.transport.framing import BYTES_PER_POLL, CONTROL, CONTROL_LIMIT, CREDIT, DATA, FRAME, StreamLink
-from omnireduce.transport.memory import private_slots
+from omnireduce.transport.shared_memory import private_slots
 from omnireduce.transport.shm import ShmLink
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 

@@ -209,7 +209,7 @@ def _record(name: str, output: str, steps: int, warmup: int) -> None:
 
 def _settings(config_file: str | None, overrides: tuple[str, ...], rank: int | None, size: int | None) -> Settings:
     """The settings of `switchml.cfg` and of omnireduce's configuration, with the rank and size of the command line."""
-    from omnireduce.support.loading import add_current_folder_to_path
+    from omnireduce.support.load_by_name import add_current_folder_to_path
     from omnireduce.switchml import load_settings
 
     add_current_folder_to_path()  # a prepostprocessor of the user's own may be here

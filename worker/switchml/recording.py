@@ -21,7 +21,7 @@ from omnireduce.errors import UsageError, a_type, in_a_line
 from omnireduce.support.extras import install
 from omnireduce.support.files.output import write_file
 from omnireduce.support.files.paths import read_text
-from omnireduce.support.loading import add_current_folder_to_path, load_named
+from omnireduce.support.load_by_name import add_current_folder_to_path, load_named
 
 LARGEST = 2**40
 

@@ -20,7 +20,7 @@ from omnireduce.compression.grace.memories import (
     PowerSGDMemory,
     ResidualMemory,
 )
-from omnireduce.compression.grace.packing import (
+from omnireduce.compression.grace.packing_compressors import (
     AllToAll,
     EFSignSGDCompressor,
     FP16Compressor,
@@ -33,13 +33,13 @@ from omnireduce.compression.grace.packing import (
     TernGradCompressor,
 )
 from omnireduce.compression.grace.params import grace_from_params
-from omnireduce.compression.grace.quantizing import (
+from omnireduce.compression.grace.quantizing_compressors import (
     AdaqCompressor,
     InceptionnCompressor,
     SketchCompressor,
     U8bitCompressor,
 )
-from omnireduce.compression.grace.selecting import (
+from omnireduce.compression.grace.selecting_compressors import (
     AdaptiveCompressor,
     DgcCompressor,
     GuardedThresholdCompressor,

@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple, get_args
 
 import numpy as np
 
+from omnireduce.compression.gradient_checks import check_name
 from omnireduce.compression.selectors import Selects, selected_count
-from omnireduce.compression.sums import check_name
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import global_communicator

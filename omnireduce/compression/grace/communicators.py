@@ -13,7 +13,7 @@ from typing import Any
 
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, Tensors
 from omnireduce.compression.grace.built_in import BuiltInCompressor, payload_like, payload_of
-from omnireduce.compression.sums import name_for_all
+from omnireduce.compression.gradient_checks import name_for_all
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator as Member
 

@@ -7,13 +7,20 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omnireduce.compression.grace import lowrank, memories, packing, quantizing, selecting, service
+from omnireduce.compression.grace import (
+    lowrank,
+    memories,
+    packing_compressors,
+    quantizing_compressors,
+    selecting_compressors,
+    service,
+)
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, class_text
 from omnireduce.compression.grace.communicators import Allgather, Broadcast, BuiltInCommunicator
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import global_communicator
 from omnireduce.runtime.rank.communicator import Communicator as Member
-from omnireduce.support.loading import load_named
+from omnireduce.support.load_by_name import load_named
 from omnireduce.support.logs import tagged
 
 
@@ -30,26 +37,26 @@ def class_named(name: str, *kinds: type) -> Any:
 
 
 COMPRESSORS: Mapping[str, type[Compressor]] = {
-    "none": packing.NoneCompressor,
-    "adaptive": selecting.AdaptiveCompressor,
-    "adaq": quantizing.AdaqCompressor,
-    "dgc": selecting.DgcCompressor,
-    "efsignsgd": packing.EFSignSGDCompressor,
-    "fp16": packing.FP16Compressor,
-    "guarded_threshold": selecting.GuardedThresholdCompressor,
-    "inceptionn": quantizing.InceptionnCompressor,
-    "natural": packing.NaturalCompressor,
-    "onebit": packing.OneBitCompressor,
+    "none": packing_compressors.NoneCompressor,
+    "adaptive": selecting_compressors.AdaptiveCompressor,
+    "adaq": quantizing_compressors.AdaqCompressor,
+    "dgc": selecting_compressors.DgcCompressor,
+    "efsignsgd": packing_compressors.EFSignSGDCompressor,
+    "fp16": packing_compressors.FP16Compressor,
+    "guarded_threshold": selecting_compressors.GuardedThresholdCompressor,
+    "inceptionn": quantizing_compressors.InceptionnCompressor,
+    "natural": packing_compressors.NaturalCompressor,
+    "onebit": packing_compressors.OneBitCompressor,
     "powersgd": lowrank.PowerSGDCompressor,
-    "qsgd": packing.QSGDCompressor,
-    "randomk": selecting.RandomKCompressor,
-    "signsgd": packing.SignSGDCompressor,
-    "signum": packing.SignumCompressor,
-    "sketch": quantizing.SketchCompressor,
-    "terngrad": packing.TernGradCompressor,
-    "threshold": selecting.ThresholdCompressor,
-    "topk": selecting.TopKCompressor,
-    "u8bit": quantizing.U8bitCompressor,
+    "qsgd": packing_compressors.QSGDCompressor,
+    "randomk": selecting_compressors.RandomKCompressor,
+    "signsgd": packing_compressors.SignSGDCompressor,
+    "signum": packing_compressors.SignumCompressor,
+    "sketch": quantizing_compressors.SketchCompressor,
+    "terngrad": packing_compressors.TernGradCompressor,
+    "threshold": selecting_compressors.ThresholdCompressor,
+    "topk": selecting_compressors.TopKCompressor,
+    "u8bit": quantizing_compressors.U8bitCompressor,
 }
 GPU_NAMES = {"natural_cuda": "natural", "qsgd_cuda": "qsgd"}  # the same methods; here they run on the processor
 MEMORIES: Mapping[str, type[Memory]] = {
@@ -63,7 +70,7 @@ COMMUNICATORS: Mapping[str, type[BuiltInCommunicator]] = {
     "aggregator": service.Aggregator,
     "allgather": Allgather,
     "allreduce": service.Allreduce,
-    "alltoall": packing.AllToAll,
+    "alltoall": packing_compressors.AllToAll,
     "broadcast": Broadcast,
 }
 OTHER_KEYS = ("compressor", "memory", "communicator", "world_size")

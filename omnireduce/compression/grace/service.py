@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from omnireduce.compression import memories
-from omnireduce.compression.compressed import Compression
+from omnireduce.compression.compressed_sums import Compression
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours, owner_of
 from omnireduce.compression.grace.built_in import BuiltInCompressor, GradientTemplate, payload_like, payload_of
 from omnireduce.compression.grace.communicators import BuiltInCommunicator
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
 from omnireduce.compression.grace.memories import WrappedMemory
+from omnireduce.compression.gradient_checks import Sum
 from omnireduce.compression.powersgd import PowerSgd
 from omnireduce.compression.selectors import Selector
-from omnireduce.compression.sums import Sum
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import NONE

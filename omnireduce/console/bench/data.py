@@ -29,8 +29,8 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.dtypes import ELEMENT_TYPES, Array, ElementType
-from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
 
 _WINDOWS = 1 << 16  # windows in the table

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from omnireduce.compression.compressed import ELEMENTS_AS, Compression, costs
+from omnireduce.compression.compressed_sums import ELEMENTS_AS, Compression, costs
 from omnireduce.compression.methods import ALL, method_of
 from omnireduce.compression.selectors import Everything
 from omnireduce.console.plan.model import COLLECTIVE_MS, RING_MS, index_bytes, link_time_s, ring_time_s, union_density

@@ -17,7 +17,7 @@ from omnireduce.console.plan.model import (
     windows_for,
 )
 from omnireduce.console.plan.patterns import Load, Patterns, RememberedPatterns, SummedPatterns, load_of
-from omnireduce.core.layout import Layout
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.errors import UsageError
 
 NEARLY_AS_FAST = 1.05  # a plan that takes so many times as long as the fastest, and needs less, is better

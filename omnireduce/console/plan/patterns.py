@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError
 from omnireduce.kernels.nonzero_blocks import find_blocks
 from omnireduce.support.files.tensors import read_tensors

@@ -6,11 +6,11 @@ A block message fills the start of a slot, so that every transport moves one con
 
 The list holds the indices of the blocks, or a shorter form of them. The first such form is their runs: the first index
 of each run, and its number of blocks, which follow each other in the stripes of one shard. The second form is their
-steps: the distance of each index from the index before, see `kernels.steps`; these are bytes, not int64. In a result an
-index may have a mark in its bits above MAX_BLOCKS: 1 + the number of the only rank that contributed. This rank has the
-block already. The result for this rank may leave such blocks out, but not their indices. Everything is little-endian.
-`extra` is the encoded Descriptor in the first message of a collective. A collective ends with a message whose frontier
-is its number of blocks; in a result it may carry totals of a program as `extra`.
+steps: the distance of each index from the index before, see `kernels.index_steps`; these are bytes, not int64. In a
+result an index may have a mark in its bits above MAX_BLOCKS: 1 + the number of the only rank that contributed. This
+rank has the block already. The result for this rank may leave such blocks out, but not their indices. Everything is
+little-endian. `extra` is the encoded Descriptor in the first message of a collective. A collective ends with a message
+whose frontier is its number of blocks; in a result it may carry totals of a program as `extra`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from omnireduce.kernels.codecs.natural import Natural
 from omnireduce.kernels.codecs.qsgd import Qsgd
 from omnireduce.kernels.codecs.sign import Sign
 from omnireduce.kernels.codecs.ternary import Ternary
-from omnireduce.support.loading import load_named
+from omnireduce.support.load_by_name import load_named
 
 Codecs = Mapping[str, Codec]
 NONE = "none"  # the name for float32 as it is

@@ -16,8 +16,8 @@ from omnireduce.programs.generated.statements import (
     ufunc,
 )
 from omnireduce.programs.layouts import Layout
-from omnireduce.programs.operations import MatMul, Norm, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.whole_tensor_operations import MatMul, Norm, Update, WholeReduction
 
 
 class Oracle(Statements):

@@ -33,10 +33,10 @@ from omnireduce.programs.generated.statements import (
     break_line,
     shape_text,
 )
-from omnireduce.programs.operations import MatMul, Norm, Reduction, Update, WholeReduction
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import axis_to_cut
 from omnireduce.programs.stages import Fused, FusedAllReduce, Overlapped, Stage, kind_of
+from omnireduce.programs.whole_tensor_operations import MatMul, Norm, Reduction, Update, WholeReduction
 
 KEEPING = {"all_gather", "all_reduce", "norm"}  # methods that have room for their results
 IN_CHUNKS = [

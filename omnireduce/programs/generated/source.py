@@ -41,10 +41,10 @@ from omnireduce.programs.generated.statements import (
 )
 from omnireduce.programs.lowering import lowered
 from omnireduce.programs.on_shards import runs_on_shards
-from omnireduce.programs.operations import ReduceTensor, Update
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import number_value, sizes_in
 from omnireduce.programs.stages import FusedAllReduce
+from omnireduce.programs.whole_tensor_operations import ReduceTensor, Update
 from omnireduce.support.files.output import check_writable, write_file
 
 

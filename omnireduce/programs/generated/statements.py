@@ -25,7 +25,7 @@ from omnireduce.programs.expressions import (
     Type,
     is_narrow,
 )
-from omnireduce.programs.operations import MatMul, Norm, ReduceTensor, Reduction, WholeReduction
+from omnireduce.programs.whole_tensor_operations import MatMul, Norm, ReduceTensor, Reduction, WholeReduction
 
 DEEPEST = 40  # operations in one another without a name
 WIDTH = 88  # characters of a line: the width of formatters that nobody has told another one

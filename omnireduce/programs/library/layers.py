@@ -5,8 +5,8 @@ from __future__ import annotations
 from omnireduce.programs.communication import AllReduce, Recv, Send
 from omnireduce.programs.expressions import Dropout, Float32, Int32, Tensor, Variable
 from omnireduce.programs.layouts import Local, Replicated, Sliced, Sliced_2
-from omnireduce.programs.operations import MatMul, Summation
 from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.whole_tensor_operations import MatMul, Summation
 
 P, SEED = 0.1, 2024
 

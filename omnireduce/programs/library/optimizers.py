@@ -17,8 +17,8 @@ from omnireduce.core.hyperparameters import (
 from omnireduce.programs.communication import AllReduce
 from omnireduce.programs.expressions import Cast, Expression, Float32, Float64, Int32, Ite, Sqrt, Tensor, Variable
 from omnireduce.programs.layouts import Local, Replicated
-from omnireduce.programs.operations import Norm, Summation, Update
 from omnireduce.programs.pipeline import Pipeline
+from omnireduce.programs.whole_tensor_operations import Norm, Summation, Update
 
 
 def sgd() -> Pipeline:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from omnireduce.core.block_program import FIRST_COLUMN, INSTRUCTION_BYTES, BlockProgram
+from omnireduce.core.blocks_and_stripes import Layout, Stripes
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Layout, Stripes
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.interpret import run_on_blocks
-from omnireduce.protocol.collective.operands import DenseTensor, Memory
+from omnireduce.protocol.collective.dense_operands import DenseTensor, Memory
 from omnireduce.protocol.collective.row_operands import RowSet
 
 

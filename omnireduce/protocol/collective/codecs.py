@@ -15,7 +15,7 @@ from omnireduce.kernels.codecs.base import Codec, pieces
 from omnireduce.kernels.codecs.draws import block_keys, stream_key
 from omnireduce.kernels.codecs.table import Codecs
 from omnireduce.kernels.nonzero_blocks import find_blocks
-from omnireduce.protocol.collective.operands import Operand, Packed
+from omnireduce.protocol.collective.dense_operands import Operand, Packed
 
 FLOAT_BYTES = 4
 

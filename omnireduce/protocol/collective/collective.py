@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.draws import stream_key
-from omnireduce.protocol.collective.operands import HostSum, Operand, RowBlocks
+from omnireduce.protocol.collective.dense_operands import HostSum, Operand, RowBlocks
 from omnireduce.protocol.collective.row_operands import RowSum
 
 

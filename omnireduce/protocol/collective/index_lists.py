@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Stripes
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import INDEX_BYTES, NO_RUNS, NO_STEPS, RUN_BYTES
 from omnireduce.kernels.index_runs import expand_runs, list_runs
 from omnireduce.kernels.index_steps import STEP_BYTES, expand_steps, list_steps

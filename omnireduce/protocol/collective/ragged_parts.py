@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import PACKET_BYTES, REFUSED_BYTES
 from omnireduce.core.dtypes import BYTES, Array
-from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
-from omnireduce.protocol.collective.operands import Memory
+from omnireduce.protocol.collective.dense_operands import Memory
 from omnireduce.protocol.collective.row_operands import RowSet
 
 COUNT_BYTES = 8

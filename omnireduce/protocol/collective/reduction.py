@@ -7,15 +7,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Stripes
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import BYTES, Array
-from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import MAX_BLOCKS, block_rows, capacity, seal
 from omnireduce.kernels.codecs.base import Codec
-from omnireduce.kernels.merge import MARK_SHIFT, leave_out
+from omnireduce.kernels.merge_indices import MARK_SHIFT, leave_out
 from omnireduce.protocol.collective.block_programs import ProgramRun
+from omnireduce.protocol.collective.combining import BLOCK_WORK, Combiner, Shape, Union
 from omnireduce.protocol.collective.index_lists import TINY_BYTES, Lister, MessageSizing
-from omnireduce.protocol.collective.merge import BLOCK_WORK, Combiner, Shape, Union
 
 assert MAX_BLOCKS == 1 << MARK_SHIFT
 WORTH_LEAVING_OUT = 8  # a shorter message leaves out at least one in 8 blocks; for fewer the copy costs more

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.dtypes import BYTES, Array
-from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.nonzero_blocks import deal_rows, pack_rows
-from omnireduce.protocol.collective.operands import (
+from omnireduce.protocol.collective.dense_operands import (
     EncodeBlocks,
     Memory,
     Operand,

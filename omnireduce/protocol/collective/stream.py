@@ -6,8 +6,8 @@ from collections import deque
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Stripes
 from omnireduce.core.dtypes import BYTES, Array
-from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import (
     Header,
     block_rows,
@@ -19,7 +19,7 @@ from omnireduce.core.wire.blocks import (
 )
 from omnireduce.core.wire.control import Waiting
 from omnireduce.errors import ProtocolError
-from omnireduce.kernels.merge import admit_marked
+from omnireduce.kernels.merge_indices import admit_marked
 from omnireduce.protocol.collective.codecs import BlockCoder
 from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.effects import Send

@@ -52,8 +52,8 @@ from omnireduce.kernels.regions import (
     set_counter,
 )
 from omnireduce.protocol.collective.collective import Collective
+from omnireduce.protocol.collective.dense_operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.protocol.collective.effects import Wake
-from omnireduce.protocol.collective.operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.protocol.collective.row_operands import RowSum
 from omnireduce.protocol.host.faults import HostError, ShortageError, check_begun, encoded_at
 from omnireduce.protocol.host.groups import LocalRanks

@@ -11,7 +11,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.rows import FIRST, STOP
-from omnireduce.protocol.collective.operands import RowBlocks
+from omnireduce.protocol.collective.dense_operands import RowBlocks
 from omnireduce.protocol.host.faults import ShortageError
 from omnireduce.protocol.sharding import chunk_bytes
 

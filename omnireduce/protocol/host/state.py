@@ -6,12 +6,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import BOOL, ELEMENT_TYPES, Array, ElementType
-from omnireduce.core.layout import Layout
 from omnireduce.core.wire.blocks import capacity
 from omnireduce.kernels.reduce import op_code
-from omnireduce.kernels.reducers import reducer_of
+from omnireduce.kernels.reducers_by_type import reducer_of
 from omnireduce.kernels.regions import LINE, STATE, STORAGES
 from omnireduce.protocol.sharding import CHUNKS_AT_ONCE, CHUNKS_OF_ONE_HOST, chunk_blocks
 

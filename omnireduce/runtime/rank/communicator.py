@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from omnireduce.core.block_program import BlockProgram
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import Op, RowOp
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Layout
 from omnireduce.core.names import JOB_ALLOWED, JOB_PATTERN
 from omnireduce.core.wire.control import Hello
 from omnireduce.errors import ClosedError, UsageError, left_because

@@ -42,10 +42,10 @@ from omnireduce.runtime.embedded_messages import (
 from omnireduce.runtime.file_descriptors import shortage
 from omnireduce.runtime.rank.launcher_detection import Launch, check_told_apart, identity_of
 from omnireduce.support.addresses import BACKLOG, Address, loopback
+from omnireduce.support.child_program import TREE, program_of
 from omnireduce.support.config import Config, Security
 from omnireduce.support.control_groups import OutOfMemory
-from omnireduce.support.interpreters import TREE, program_of
-from omnireduce.support.loading import search_path
+from omnireduce.support.load_by_name import search_path
 from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.support.secret import Secret

@@ -61,8 +61,8 @@ from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.host_rendezvous import RETRY_S, HostGroup, HostRendezvous, RankGoneError
-from omnireduce.transport.memory import touch
 from omnireduce.transport.rdma import offer_rdma, take_answer
+from omnireduce.transport.shared_memory import touch
 from omnireduce.transport.tls import worker_context
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import numpy as np
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import BYTES
 from omnireduce.errors import OmniReduceError
-from omnireduce.protocol.collective.operands import DenseTensor
+from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.channels import RankChannels
 from omnireduce.runtime.rank.engine import Engine

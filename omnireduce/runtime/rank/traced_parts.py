@@ -12,7 +12,14 @@ from omnireduce.core.descriptor import PACKED, Descriptor
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.exchange import DONE, WAITS
 from omnireduce.protocol.collective.collective import Collective
-from omnireduce.protocol.collective.operands import EncodeBlocks, Operand, Packed, RowBlocks, TensorBlocks, WriteBlocks
+from omnireduce.protocol.collective.dense_operands import (
+    EncodeBlocks,
+    Operand,
+    Packed,
+    RowBlocks,
+    TensorBlocks,
+    WriteBlocks,
+)
 from omnireduce.protocol.host.exchange import STEPS, HostExchange
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.rank import RankMachine

@@ -12,7 +12,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import Endpoint
 from omnireduce.errors import TransportError
 from omnireduce.support.config import Verbs
-from omnireduce.transport.memory import private_slots
+from omnireduce.transport.shared_memory import private_slots
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.link import VerbsLink

@@ -6,10 +6,10 @@ from .base import Mutation
 
 _MACHINE = "omnireduce.protocol.shard"
 _REDUCTION = "omnireduce.protocol.collective.reduction"
-_UNION = "omnireduce.protocol.collective.merge"
+_UNION = "omnireduce.protocol.collective.combining"
 _SENDERS = "omnireduce.protocol.shard"
 _SLOTS = "omnireduce.protocol.shard"
-_COMBINE = "omnireduce.protocol.collective.merge"
+_COMBINE = "omnireduce.protocol.collective.combining"
 _LENGTHS = "omnireduce.protocol.collective.index_lists"
 _WIRE = "omnireduce.core.wire.blocks"
 _DESCRIPTOR = "omnireduce.core.descriptor"

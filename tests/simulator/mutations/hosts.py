@@ -7,7 +7,7 @@ from .base import Mutation
 _OF_HOSTS, _OF_SEVERAL = 10**12, 2 * 10**12  # seeds, as `draw` draws them
 _MACHINE = "omnireduce.protocol.rank"
 _EXCHANGE = "omnireduce.protocol.host.exchange"
-_OPERANDS = "omnireduce.protocol.collective.operands"
+_OPERANDS = "omnireduce.protocol.collective.dense_operands"
 _SENDERS = "omnireduce.protocol.shard"
 _REGIONS = "omnireduce.kernels.regions"
 _TESTS = "tests/protocol/test_several_hosts.py::"
@@ -80,7 +80,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a mean is divided by hosts",
-        "omnireduce.protocol.collective.merge",
+        "omnireduce.protocol.collective.combining",
         "a mean over several hosts is too large",
         "self._divisor = divisor\n",
         "self._divisor = min(divisor, 2)\n",

@@ -6,7 +6,7 @@ from .base import Mutation
 
 _PACK = "omnireduce.kernels.nonzero_blocks"
 _REDUCE = "omnireduce.kernels.reduce"
-_MERGE = "omnireduce.kernels.merge"
+_MERGE = "omnireduce.kernels.merge_indices"
 _RUNS = "omnireduce.kernels.index_runs"
 _ROWS = "omnireduce.kernels.rows"
 _ROW_TESTS = "tests/protocol/test_host_rows.py::"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .base import Mutation
 
 FIRST_OF_PROGRAMS = 4 * 10**12
-_UNION, _SENDERS = "omnireduce.protocol.collective.merge", "omnireduce.protocol.shard"
+_UNION, _SENDERS = "omnireduce.protocol.collective.combining", "omnireduce.protocol.shard"
 _STATES, _PROGRAMMED = "omnireduce.protocol.collective.block_programs", "omnireduce.protocol.collective.block_programs"
 _KERNEL = "tests/kernels/test_interpret.py::"
 

@@ -7,7 +7,7 @@ from .base import Mutation
 _MACHINE = "omnireduce.protocol.rank"
 _STREAM = "omnireduce.protocol.collective.stream"
 _PATIENCE = "omnireduce.protocol.deadlines"
-_OPERANDS = "omnireduce.protocol.collective.operands"
+_OPERANDS = "omnireduce.protocol.collective.dense_operands"
 _ROWS = "omnireduce.protocol.collective.row_operands"
 
 MUTATIONS = (

@@ -17,7 +17,7 @@ from omnireduce.core.wire.blocks import MAX_BLOCKS, MAX_ELEMENTS
 from omnireduce.errors import UsageError, a_type
 from omnireduce.kernels.reduce import OPS
 from omnireduce.kernels.scatter import add_rows
-from omnireduce.protocol.collective.operands import as_writable
+from omnireduce.protocol.collective.dense_operands import as_writable
 
 MAX_SHOWN_BITS = 1024  # the longest integer that an error shows
 

@@ -13,13 +13,13 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.descriptor import CODED_ELEMENTS, CODED_OPS, Descriptor, Kind, Op, describe, dtype_text
 from omnireduce.core.dtypes import BYTES, Array, ElementType, element_type
-from omnireduce.core.layout import Layout
 from omnireduce.errors import ConfigError, UsageError, a_type
 from omnireduce.kernels.codecs.base import Codec
 from omnireduce.kernels.codecs.table import NONE, codec_named
-from omnireduce.protocol.collective.operands import DenseTensor, Operand
+from omnireduce.protocol.collective.dense_operands import DenseTensor, Operand
 from omnireduce.protocol.collective.row_operands import RowSet, RowsInto
 from omnireduce.protocol.sharding import Sharding
 from omnireduce.runtime.rank.calls.arguments import (

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Stripes
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.dtypes import BYTES, Array
-from omnireduce.core.layout import Stripes
 from omnireduce.core.wire.blocks import HEADER_BYTES, INDEX_BYTES, Header, capacity
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.codecs.base import PIECE_ELEMENTS, Codec
-from omnireduce.kernels.merge import ABSENT, admit_indices, plan_every, plan_union
+from omnireduce.kernels.merge_indices import ABSENT, admit_indices, plan_every, plan_union
 from omnireduce.kernels.reduce import op_code, reduce_blocks, reduce_half_blocks
 from omnireduce.protocol.collective.block_programs import ProgramRun
 from omnireduce.protocol.collective.codecs import FLOAT_BYTES, BlockCoder

@@ -15,8 +15,8 @@ import numpy as np
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors
 from omnireduce.compression.grace.built_in import BuiltInCompressor, Context, GradientTemplate
 from omnireduce.compression.grace.communicators import BuiltInCommunicator
+from omnireduce.compression.gradient_checks import check_seed
 from omnireduce.compression.memories import finite, overflowing
-from omnireduce.compression.sums import check_seed
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.draws import block_keys, fill_uniform

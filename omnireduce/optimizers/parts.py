@@ -9,8 +9,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from omnireduce.core.block_program import PROGRAM_ELEMENTS, BlockProgram
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Layout
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.calls.arguments import check_rows
 from omnireduce.runtime.rank.communicator import Communicator

@@ -6,9 +6,9 @@ import zlib
 
 import numpy as np
 
+from omnireduce.compression.gradient_checks import Sum, check_gradient, check_name, name_for_all
 from omnireduce.compression.memories import Memory, NoMemory, overflowing
 from omnireduce.compression.selectors import Everything, Selector
-from omnireduce.compression.sums import Sum, check_gradient, check_name, name_for_all
 from omnireduce.core.descriptor import CODED_ELEMENTS
 from omnireduce.core.dtypes import ELEMENT_TYPES, Array
 from omnireduce.errors import UsageError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from omnireduce.compression.grace.built_in import BuiltInCompressor, Context
-from omnireduce.compression.grace.selecting import decode_gaps, encode_gaps
+from omnireduce.compression.grace.selecting_compressors import decode_gaps, encode_gaps
 from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.selectors import Selects, check_ratio, largest, selected_count
 from omnireduce.core.dtypes import Array

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from omnireduce.core.blocks_and_stripes import Layout
 from omnireduce.core.dtypes import Array
-from omnireduce.core.layout import Layout
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.chunk import NON_ZERO, RETURNED
 from omnireduce.kernels.nonzero_blocks import list_blocks, list_noted, pack_blocks, pack_listed
