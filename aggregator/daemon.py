@@ -1,5 +1,7 @@
 """The supervisor: binds all addresses, compiles kernels, forks one process per shard, restarts one that dies or hangs.
 
+At SIGTERM it drains, or stops: see `drain_state`.
+
 Shards are forked after the kernels are loaded, so a restart takes milliseconds. They are forked before any thread
 exists. Metrics and health are served by one more process, the monitor.
 
@@ -51,7 +53,7 @@ from omnireduce.support.config import Config
 from omnireduce.support.control_groups import OutOfMemory
 from omnireduce.support.logs import report_left_out, tagged
 from omnireduce.support.progress import Throttle
-from omnireduce.transport.rdma import check_rdma
+from omnireduce.transport.rdma_offer import check_rdma
 
 log = logging.getLogger("omnireduce.aggregator")
 STOP_MARGIN_S = 5.0  # a shard that has not stopped this long after finish_s is killed

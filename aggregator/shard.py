@@ -41,7 +41,7 @@ from omnireduce.transport.kinds import (
     is_required,
     listen_for_own_daemon,
 )
-from omnireduce.transport.rdma import rdma_of
+from omnireduce.transport.rdma_offer import rdma_of
 
 log = logging.getLogger("omnireduce.aggregator")
 

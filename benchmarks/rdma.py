@@ -28,9 +28,9 @@ from benchmarks.harness.environments import ROOT
 from benchmarks.harness.group import daemon
 from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import Verbs
-from omnireduce.transport.shared_memory import private_slots
+from omnireduce.transport.slot_memory import private_slots
 from omnireduce.transport.verbs.devices import choose
-from omnireduce.transport.verbs.queue import Queue
+from omnireduce.transport.verbs.queue_pair import Queue
 
 CARRIER = "verbs"
 SETTINGS = f"transport.kind={CARRIER}", "transport.host_exchange=off"

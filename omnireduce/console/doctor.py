@@ -34,7 +34,7 @@ from omnireduce.support.progress import PlainProgress
 from omnireduce.support.secret import load_secret
 from omnireduce.support.version import __version__
 from omnireduce.transport.kinds import TABLE, Transport, UnavailableError, is_required
-from omnireduce.transport.rdma import RDMA, rdma_is_required
+from omnireduce.transport.rdma_offer import RDMA, rdma_is_required
 
 if TYPE_CHECKING:
     from omnireduce.transport.verbs.devices import Port

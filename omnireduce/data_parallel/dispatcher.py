@@ -14,6 +14,7 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.fusion_buffer import Buffer
+from omnireduce.data_parallel.late_ranks import Ready, describe_stalls, stalls
 from omnireduce.data_parallel.negotiation import Agreement
 from omnireduce.data_parallel.operations import (
     JOIN,
@@ -28,7 +29,6 @@ from omnireduce.data_parallel.operations import (
     refusing,
 )
 from omnireduce.data_parallel.queue_timeline import QueueTimeline
-from omnireduce.data_parallel.stalls import Ready, describe_stalls, stalls
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED

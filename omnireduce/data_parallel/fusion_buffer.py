@@ -1,4 +1,7 @@
-"""Buffer in which small arrays travel together, with a mark by which a rank can spoil the exchange."""
+"""Buffer in which small arrays travel together, with a mark by which a rank can spoil the exchange.
+
+`operations.fused` decides which arrays share a buffer.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker side, downward: place result blocks."""
+"""Worker side, downward: place result blocks, or add rows to groups."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from omnireduce.launch.launched_rank import LaunchedRank, how_it_ended
 from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput
 from omnireduce.launch.plan import LaunchRequest, Plan, check_command
-from omnireduce.protocol.reminders import Reminders
+from omnireduce.protocol.wait_notices import WaitNotices
 from omnireduce.support.config import override_config
 from omnireduce.support.files.paths import decode_text
 from omnireduce.support.logs import tagged
@@ -178,7 +178,7 @@ class ElasticJob(LaunchedJob):
         self._is_finishing = False
         self._failed_after: int | None = None  # the first status of a failure after a rank had ended well
         self._too_few_since: float | None = None
-        self._reminders = Reminders(0.0)  # reminders of too few ranks
+        self._reminders = WaitNotices(0.0)  # reminders of too few ranks
         self._discovery = (
             Discovery(request.discovery_script, request.slots_per_host) if request.discovery_script else None
         )
@@ -210,7 +210,7 @@ class ElasticJob(LaunchedJob):
             self._start(slot)
 
     def _await_slots(self, discovery: Discovery) -> None:
-        deadline, reminders = time.monotonic() + self._request.elastic_timeout_s, Reminders(time.monotonic())
+        deadline, reminders = time.monotonic() + self._request.elastic_timeout_s, WaitNotices(time.monotonic())
         while not (self.signal or self._count_slots() >= self._request.min_ranks):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -377,7 +377,7 @@ class ElasticJob(LaunchedJob):
             self._too_few_since = None
             return
         if self._too_few_since is None:
-            self._too_few_since, self._reminders = now, Reminders(now)
+            self._too_few_since, self._reminders = now, WaitNotices(now)
         limit_s = self._request.elastic_timeout_s
         if running and now - self._too_few_since < limit_s:
             if waited_s := self._reminders.due(now):

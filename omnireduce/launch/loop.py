@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from omnireduce.launch.connection import CHUNK, Connection
 from omnireduce.launch.output import DescriptorSink
-from omnireduce.protocol.reminders import FIRST_S, Reminders
+from omnireduce.protocol.wait_notices import FIRST_S, WaitNotices
 from omnireduce.support.logs import tagged
 
 FATAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -88,7 +88,7 @@ class Loop:
         """Take turns until the condition holds; return whether it holds before the limit. Without a limit, functions of
         `call_after` and `take_signal` must make it hold. After 1, 2, 4, ... seconds it logs for `awaited` it waits."""
         now = time.monotonic()
-        deadline, reminders = None if limit_s is None else now + limit_s, Reminders(now)
+        deadline, reminders = None if limit_s is None else now + limit_s, WaitNotices(now)
         while not condition():
             now = time.monotonic()
             left_s = None if deadline is None else deadline - now

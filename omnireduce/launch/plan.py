@@ -1,4 +1,4 @@
-"""Plan of a launch: its aggregators, their addresses, and the process of each rank."""
+"""Plan of a launch: its aggregators, their addresses, and the process of each rank. `hosts` places the ranks."""
 
 from __future__ import annotations
 

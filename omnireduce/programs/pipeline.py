@@ -20,7 +20,7 @@ from omnireduce.programs.stages import Compound, Stage, in_order, in_stages, use
 from omnireduce.programs.whole_tensor_operations import Update
 
 if TYPE_CHECKING:
-    from omnireduce.programs.on_shards import OnShards
+    from omnireduce.programs.shard_runner import OnShards
     from omnireduce.runtime.rank.communicator import Communicator
 
 LONGEST_NAME = 40  # characters of a program's name: it begins the names of its collectives
@@ -216,7 +216,7 @@ class Pipeline:
         self, comm: Communicator, values: Mapping[str, Any], *, lazy: bool = False, name: str = ""
     ) -> OnShards:
         """This program with its fused AllReduce on the shards, which keep its tensors: see `on_shards.OnShards`."""
-        from omnireduce.programs.on_shards import OnShards
+        from omnireduce.programs.shard_runner import OnShards
 
         return OnShards(self, comm, values, lazy=lazy, name=name)
 

@@ -21,10 +21,10 @@ from omnireduce.programs.expressions import FLOATS, Bool, Expression, Tensor, Va
 from omnireduce.programs.layouts import Layout
 from omnireduce.programs.library import PROGRAMS, schedules
 from omnireduce.programs.lowering import lowered
-from omnireduce.programs.on_shards import OnShards, run_inputs, runs_on_shards
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import RankPlacement, size_value, sizes_in
 from omnireduce.programs.rewrites import MAX_CHUNKS
+from omnireduce.programs.shard_runner import OnShards, run_inputs, runs_on_shards
 from omnireduce.programs.stages import Overlapped, reachable
 from omnireduce.programs.whole_tensor_operations import MatMul, Update
 from omnireduce.runtime.rank.communicator import Communicator

@@ -19,7 +19,7 @@ from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.mismatches import MismatchError
 from omnireduce.protocol.collective.parallel import Parallel, ThreadPool
 from omnireduce.protocol.collective.stream import ShardStream
-from omnireduce.protocol.deadlines import CollectiveDeadline
+from omnireduce.protocol.collective_deadline import CollectiveDeadline
 from omnireduce.protocol.host.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host.faults import HostError, ShortageError
 from omnireduce.protocol.host.groups import LocalRanks

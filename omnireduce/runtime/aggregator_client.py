@@ -25,7 +25,7 @@ from omnireduce.core.wire.control import (
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.joining.authentication import UNHEARD, Candidate
-from omnireduce.protocol.joining.rank import unreachable
+from omnireduce.protocol.joining.worker_joining import unreachable
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.config import Config
 from omnireduce.support.logs import tagged

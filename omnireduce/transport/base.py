@@ -1,4 +1,4 @@
-"""The interface of every transport: links with send and receive slots.
+"""The interface of every transport: reliable links with send and receive slots. Nothing is sent again.
 
 A link joins two peers. Each side owns a row of send slots and a row of receive slots; slot k of one side arrives as
 slot k of the other. Theory of operation:
@@ -26,8 +26,8 @@ from typing import NamedTuple
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.transport.local import Peer
-from omnireduce.transport.shared_memory import Region, private_slots
+from omnireduce.transport.slot_memory import Region, private_slots
+from omnireduce.transport.unix_sockets import Peer
 
 NO_SLOTS = np.zeros((0, 0), np.uint8)
 EVERYTHING = 1 << 62  # bytes

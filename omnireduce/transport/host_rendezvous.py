@@ -20,8 +20,8 @@ from omnireduce.errors import TransportError
 from omnireduce.support.addresses import BACKLOG
 from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport.base import NO_SLOTS
-from omnireduce.transport.local import peer_of
-from omnireduce.transport.shared_memory import Regions
+from omnireduce.transport.slot_memory import Regions
+from omnireduce.transport.unix_sockets import peer_of
 
 _CARD = struct.Struct("<II")  # a rank sends this with its descriptors: its number within the host, its process
 _BATCH = struct.Struct("<II")  # comes with a batch of descriptors: the first rank, the number of ranks

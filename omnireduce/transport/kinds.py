@@ -21,12 +21,12 @@ from omnireduce.support.config import Config
 from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport.base import Link
 from omnireduce.transport.framing import StreamLink
-from omnireduce.transport.local import holder_of, listen_local, name_of, peer_of
-from omnireduce.transport.rdma import AUTO, RDMA
-from omnireduce.transport.shared_memory import Region
+from omnireduce.transport.rdma_offer import AUTO, RDMA
 from omnireduce.transport.shm import ShmLink, connect_shm
+from omnireduce.transport.slot_memory import Region
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import accept_tls, connect_tls
+from omnireduce.transport.unix_sockets import holder_of, listen_local, name_of, peer_of
 
 MakeTls = Callable[[], ssl.SSLContext | None]
 PROBE_S = 2.0  # time limit of a connection to this process itself

@@ -14,8 +14,8 @@ from collections import deque
 from omnireduce.errors import TransportError
 from omnireduce.support.addresses import Address
 from omnireduce.transport.framing import CONTROL, FRAME, StreamLink
-from omnireduce.transport.local import Peer, connect_local, peer_of
-from omnireduce.transport.shared_memory import Region, map_slots
+from omnireduce.transport.slot_memory import Region, map_slots
+from omnireduce.transport.unix_sockets import Peer, connect_local, peer_of
 
 MAX_DESCRIPTORS = 2
 

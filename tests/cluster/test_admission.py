@@ -19,7 +19,7 @@ from transports import TRANSPORTS, over
 from omnireduce import AbortedError, Communicator, Config, RefusedError, TransportError
 from omnireduce.core.descriptor import Descriptor
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Pending, Refused, Waiting, Welcome
-from omnireduce.protocol import reminders
+from omnireduce.protocol import wait_notices
 
 
 def join(config: Config, rank: int, size: int, job: str) -> str:
@@ -57,7 +57,7 @@ def test_a_launch_ends_at_once_when_one_of_its_ranks_is_refused(daemon: Daemon, 
 def test_a_worker_says_for_whom_it_waits(
     daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reminders, "FIRST_S", 0.05)
+    monkeypatch.setattr(wait_notices, "FIRST_S", 0.05)
     join(configured(daemon.addresses[:1], "cluster.join_timeout_s=0.6"), 0, 2, "alone")
     messages = [record.getMessage() for record in caplog.records if record.name == "omnireduce"]
     assert len(messages) >= 2

@@ -21,9 +21,9 @@ from omnireduce import AbortedError, Communicator
 from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import Welcome, encode_control
 from omnireduce.transport.framing import FRAME
-from omnireduce.transport.local import listen_local
-from omnireduce.transport.shared_memory import Region, map_slots
 from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.slot_memory import Region, map_slots
+from omnireduce.transport.unix_sockets import listen_local
 
 ROUNDS = 20
 ELEMENTS = 10_000  # in 40 blocks, as the messages of test_rule_breakers say

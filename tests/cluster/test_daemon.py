@@ -33,8 +33,8 @@ from transports import MEMORY, called, over
 from omnireduce import Communicator, RefusedError, TransportError
 from omnireduce.aggregator.shard import _run_as_batch
 from omnireduce.support.addresses import Address, listen_error_text
-from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import listen_tcp
+from omnireduce.transport.unix_sockets import listen_local
 
 either = pytest.mark.parametrize("transport", ["shm", MEMORY])
 

@@ -20,8 +20,8 @@ from omnireduce.aggregator.http_monitor import AT_ONCE, CONNECTIONS, Monitor, _S
 from omnireduce.runtime.aggregator_client import MONITOR
 from omnireduce.support.addresses import parse_address
 from omnireduce.support.logs import LINES_PER_SECOND, LimitedHandler, tagged
-from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import listen_tcp
+from omnireduce.transport.unix_sockets import listen_local
 
 ALIVE = (200, "alive\n")
 

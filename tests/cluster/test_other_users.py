@@ -19,7 +19,7 @@ from users import set_user
 
 from omnireduce import Communicator, RefusedError, TransportError
 from omnireduce.runtime.aggregator_client import ask
-from omnireduce.transport.local import listen_local
+from omnireduce.transport.unix_sockets import listen_local
 
 NOBODY = 65534
 IMPOSTOR = f"process {os.getpid()} of user {NOBODY}"

@@ -28,7 +28,7 @@ from omnireduce.programs import (
     Variable,
 )
 from omnireduce.programs.library import schedules
-from omnireduce.programs.on_shards import runs_on_shards
+from omnireduce.programs.shard_runner import runs_on_shards
 from omnireduce.switchml import Context
 
 Use = Callable[[bool], object]  # as it should be used, or not

@@ -11,8 +11,8 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import AbortedError, Communicator
+from omnireduce.data_parallel.late_ranks import Stall, describe_stalls, stalls
 from omnireduce.data_parallel.queue import Queue
-from omnireduce.data_parallel.stalls import Stall, describe_stalls, stalls
 
 
 def test_who_is_missing_where() -> None:

@@ -16,7 +16,7 @@ from omnireduce.errors import ProtocolError
 from omnireduce.protocol.collective.effects import SendControl
 from omnireduce.protocol.joining.authentication import Gate
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.rank import Joined, JoinEffect, JoinFailed, Joining
+from omnireduce.protocol.joining.worker_joining import Joined, JoinEffect, JoinFailed, Joining
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.shard.access import Access

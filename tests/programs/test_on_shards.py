@@ -32,7 +32,7 @@ from omnireduce.programs import (
 from omnireduce.programs.layouts import bounds
 from omnireduce.programs.library import schedules
 from omnireduce.programs.lowering import lowered
-from omnireduce.programs.on_shards import runs_on_shards
+from omnireduce.programs.shard_runner import runs_on_shards
 from omnireduce.programs.stages import in_order
 
 SIZE, STEPS, N = 3, 4, 100_001

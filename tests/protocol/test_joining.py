@@ -34,7 +34,7 @@ from omnireduce.core.wire.control import (
 from omnireduce.errors import AbortedError, OmniReduceError, RefusedError, TransportError
 from omnireduce.protocol.collective.effects import SendControl
 from omnireduce.protocol.joining.compiling import COMPILING_S
-from omnireduce.protocol.joining.rank import Connect, HangUp, Joined, JoinFailed, Joining, Notice
+from omnireduce.protocol.joining.worker_joining import Connect, HangUp, Joined, JoinFailed, Joining, Notice
 from omnireduce.support.secret import Secret
 
 LIMIT_S = 30.0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from local_cluster import WAIT_S, Ranks
 
-from omnireduce.protocol import reminders
+from omnireduce.protocol import wait_notices
 from omnireduce.torch.backend import rendezvous
 from omnireduce.torch.backend.rendezvous import MAX_LISTED, Rendezvous, await_all_ranks
 
@@ -96,7 +96,7 @@ def test_rank_0_looks_again_where_it_has_found_an_older_rank() -> None:
 
 def test_who_is_missing_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """By rank 0, before and after it has called up a rank that has died, and by another one."""
-    monkeypatch.setattr(reminders, "FIRST_S", 0.02)
+    monkeypatch.setattr(wait_notices, "FIRST_S", 0.02)
     store = dist.HashStore()
     with pytest.raises(RuntimeError, match=r"rank 1, 2 did not join a process group of 3 ranks within 0.2 s"):
         await_all_ranks(store, 0, 3, "", SHORT)
@@ -114,7 +114,7 @@ def test_many_missing_ranks_are_not_all_listed(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Among many, rank 0 looks who they are."""
-    monkeypatch.setattr(reminders, "FIRST_S", 0.02)
+    monkeypatch.setattr(wait_notices, "FIRST_S", 0.02)
     for rank in (0, 5):
         with pytest.raises(RuntimeError, match="did not join"):
             await_all_ranks(dist.HashStore(), rank, 1000, "", SHORT)

@@ -15,7 +15,7 @@ from groups import method, options, run_group
 from local_cluster import WAIT_S
 from torch import Tensor
 
-from omnireduce.protocol import reminders
+from omnireduce.protocol import wait_notices
 from omnireduce.torch.backend import messages
 from omnireduce.torch.backend.messages import Messages
 from omnireduce.torch.backend.process_group import ProcessGroup
@@ -267,7 +267,7 @@ def test_a_message_of_another_size_or_type_is_not_taken(
 ) -> None:
     """Both ranks say what they wait for, and fail when they have waited long enough. The tensor stays as it was."""
     monkeypatch.setattr(messages, "LOOK_S", 0.05)
-    monkeypatch.setattr(reminders, "FIRST_S", 0.1)
+    monkeypatch.setattr(wait_notices, "FIRST_S", 0.1)
 
     def run(group: ProcessGroup, rank: int) -> str:
         x = torch.ones(4 + rank)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from local_cluster import WAIT_S, Ranks
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from omnireduce.protocol import reminders
+from omnireduce.protocol import wait_notices
 from omnireduce.support.addresses import Address
 from omnireduce.torch.backend import rendezvous
 from omnireduce.torch.backend.rendezvous import MeetingPoint, SignpostRendezvous, drawn_ports, register_rendezvous
@@ -81,7 +81,7 @@ def test_a_rank_says_where_it_has_looked_for_rank_0(
 ) -> None:
     """However often it has looked; and for whom it waits meanwhile."""
     monkeypatch.setattr(rendezvous, "PAUSE_S", 0)
-    monkeypatch.setattr(reminders, "FIRST_S", 0)
+    monkeypatch.setattr(wait_notices, "FIRST_S", 0)
     with pytest.raises(RuntimeError, match=rf"rank 0 has not come to 127.0.0.1 after 0.5 s.*{meeting_point.ports[2]}"):
         next(SignpostRendezvous(meeting_point).begin(words(1), timedelta(seconds=0.5)))
     assert "waiting for rank 0 to come to 127.0.0.1 since 0 s" in caplog.text

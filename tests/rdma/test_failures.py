@@ -26,11 +26,11 @@ from transports import BY_SHARDS, over
 from omnireduce import Communicator
 from omnireduce.errors import TransportError
 from omnireduce.support.config import Verbs
-from omnireduce.transport.shared_memory import private_slots
+from omnireduce.transport.slot_memory import private_slots
 from omnireduce.transport.verbs import devices as verbs_devices
 from omnireduce.transport.verbs.devices import choose, get_device_list, list_ports
 from omnireduce.transport.verbs.link import Failure, Write
-from omnireduce.transport.verbs.queue import Queue
+from omnireduce.transport.verbs.queue_pair import Queue
 
 VERBS = "transport.kind=verbs"
 OVER = over("verbs")
@@ -299,9 +299,9 @@ def test_threads_that_open_and_close_at_the_same_time() -> None:
 def test_too_little_memory_may_be_locked() -> None:
     program = (
         "from omnireduce.support.config import Verbs\n"
-        "from omnireduce.transport.shared_memory import private_slots\n"
+        "from omnireduce.transport.slot_memory import private_slots\n"
         "from omnireduce.transport.verbs.devices import choose\n"
-        "from omnireduce.transport.verbs.queue import Queue\n"
+        "from omnireduce.transport.verbs.queue_pair import Queue\n"
         "Queue(choose(Verbs(), ''), Verbs(), private_slots(3, 1 << 20), private_slots(3, 1 << 20))\n"
     )
     limited = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=65536:65536"]

@@ -35,8 +35,8 @@ from omnireduce.runtime.rank.handles import Handle
 from omnireduce.support.config import Config
 from omnireduce.support.logs import BoundLog
 from omnireduce.transport import framing
-from omnireduce.transport.shared_memory import private_slots
 from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.slot_memory import private_slots
 
 BLOCK = 256
 

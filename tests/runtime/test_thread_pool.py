@@ -28,7 +28,7 @@ from omnireduce.runtime.rank.threads import MAX_DEFAULT_THREADS, Threads, thread
 from omnireduce.support.config import Config
 from omnireduce.transport.base import Link
 from omnireduce.transport.inproc import pair
-from omnireduce.transport.local import Peer
+from omnireduce.transport.unix_sockets import Peer
 
 BLOCK = 256
 QUOTA = "omnireduce.runtime.rank.threads.quota"

@@ -12,7 +12,7 @@ import numpy as np
 
 from omnireduce.protocol.host.exchange import region_bytes
 from omnireduce.protocol.joining.limits import Limits
-from omnireduce.protocol.joining.rank import MeetLocalRanks
+from omnireduce.protocol.joining.worker_joining import MeetLocalRanks
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.relay_admission import Connected, Upstream
 from omnireduce.support.secret import Secret

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from omnireduce.errors import AbortedError, CollectiveTimeoutError, RefusedError, TransportError
 from omnireduce.protocol.collective.index_lists import MessageSizing
-from omnireduce.protocol.joining.rank import ASSIGNED_S
+from omnireduce.protocol.joining.worker_joining import ASSIGNED_S
 from omnireduce.runtime.shard.connections import LINGER_S
 
 from . import reasons

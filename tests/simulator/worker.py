@@ -20,7 +20,7 @@ from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange
 from omnireduce.protocol.joining.pending_job import worker_name
-from omnireduce.protocol.joining.rank import (
+from omnireduce.protocol.joining.worker_joining import (
     Connect,
     HangUp,
     JoinAction,
@@ -38,8 +38,8 @@ from omnireduce.runtime.rank.engine import GOODBYE_S
 from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.rank.threads import ParallelDriver
 from omnireduce.support.secret import Secret
-from omnireduce.transport.shared_memory import private_slots
 from omnireduce.transport.sim import SimLink
+from omnireduce.transport.slot_memory import private_slots
 
 from .audit import audit_worker
 from .plan import JobPlan, ProtocolPlan

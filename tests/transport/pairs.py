@@ -25,11 +25,11 @@ from omnireduce.support.config import load_config
 from omnireduce.transport import inproc, sim
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.framing import CREDIT, DATA, FRAME, StreamLink
-from omnireduce.transport.local import listen_local
-from omnireduce.transport.shared_memory import Region, private_slots
 from omnireduce.transport.shm import ShmLink, connect_shm
+from omnireduce.transport.slot_memory import Region, private_slots
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 from omnireduce.transport.tls import TlsLink, accept_tls, aggregator_context, connect_tls, worker_context
+from omnireduce.transport.unix_sockets import listen_local
 from omnireduce.transport.verbs import link as verbs
 from omnireduce.transport.verbs.link import Failure, QueuePair, VerbsLink, Write
 

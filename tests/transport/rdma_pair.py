@@ -10,7 +10,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.support.config import Verbs
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.link import QueuePair
-from omnireduce.transport.verbs.queue import Queue
+from omnireduce.transport.verbs.queue_pair import Queue
 
 from .pairs import VerbsPair
 

@@ -18,7 +18,7 @@ from omnireduce.errors import TransportError
 from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.transport import host_rendezvous
 from omnireduce.transport.host_rendezvous import RETRY_S, HostGroup, HostRendezvous
-from omnireduce.transport.shared_memory import Regions
+from omnireduce.transport.slot_memory import Regions
 
 BYTES, WAIT_S = 8192, 20.0
 FORK = multiprocessing.get_context("fork")

@@ -8,7 +8,7 @@ import pytest
 
 from omnireduce.support.config.schema import Kind
 from omnireduce.transport.kinds import TABLE, Transport, allowed_by, is_required
-from omnireduce.transport.rdma import AUTO, RDMA
+from omnireduce.transport.rdma_offer import AUTO, RDMA
 
 from .pairs import PAIRS
 

@@ -16,11 +16,11 @@ import pytest
 from local_cluster import ROOT
 
 from omnireduce.errors import TransportError
-from omnireduce.transport import shared_memory
+from omnireduce.transport import slot_memory
 from omnireduce.transport.base import Control, Event, Lost, Received
-from omnireduce.transport.local import listen_local
-from omnireduce.transport.shared_memory import Region, map_slots, private_slots, touch
 from omnireduce.transport.shm import ShmLink, connect_shm
+from omnireduce.transport.slot_memory import Region, map_slots, private_slots, touch
+from omnireduce.transport.unix_sockets import listen_local
 
 from .pairs import SHM_PORT, SLOT_BYTES, SLOTS, ShmPair, accept
 from .test_lifetime import descriptors
@@ -39,7 +39,7 @@ def joined() -> Iterator[tuple[ShmLink, ShmLink]]:
 
 WHO = """
 import os, socket
-from omnireduce.transport.local import peer_of
+from omnireduce.transport.unix_sockets import peer_of
 peer = peer_of(socket.socket(fileno=0))
 print(peer.user == os.geteuid(), peer.is_trusted)
 """
@@ -207,10 +207,10 @@ def test_memory_gets_its_pages_when_it_is_touched() -> None:
 def test_memory_that_cannot_be_touched_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     region = Region(SLOTS, SLOT_BYTES)
     touch(np.zeros((SLOTS, SLOT_BYTES), np.uint8))
-    monkeypatch.setattr(shared_memory, "TOUCHED_BYTES", region.slots.nbytes - 1)
+    monkeypatch.setattr(slot_memory, "TOUCHED_BYTES", region.slots.nbytes - 1)
     touch(region.slots)
     monkeypatch.undo()
-    monkeypatch.setattr(shared_memory, "MADV_POPULATE_WRITE", 10_000)  # as on a system that does not know it
+    monkeypatch.setattr(slot_memory, "MADV_POPULATE_WRITE", 10_000)  # as on a system that does not know it
     touch(region.slots)
     assert os.fstat(region.fd).st_blocks == 0
     region.close()

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from omnireduce.transport.base import Control, Credited, Event, Lost, Received
 from omnireduce.transport.framing import BYTES_PER_POLL, CONTROL, CONTROL_LIMIT, CREDIT, DATA, FRAME, StreamLink
-from omnireduce.transport.shared_memory import private_slots
 from omnireduce.transport.shm import ShmLink
+from omnireduce.transport.slot_memory import private_slots
 from omnireduce.transport.tcp import TcpLink, connect_tcp, listen_tcp
 
 from .pairs import SLOT_BYTES, SLOTS, StreamPair, accept, tcp_ends, tls_ends

@@ -13,8 +13,8 @@ import pytest
 from omnireduce.transport import framing
 from omnireduce.transport.base import Control, Lost, Received
 from omnireduce.transport.framing import DATA, FRAME
-from omnireduce.transport.local import listen_local
 from omnireduce.transport.tcp import WORTH_READING, TcpLink, connect_tcp, listen_tcp
+from omnireduce.transport.unix_sockets import listen_local
 
 from .pairs import SHM_PORT, SLOT_BYTES, TcpPair, accept, wait_for
 

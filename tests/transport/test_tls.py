@@ -17,7 +17,7 @@ from tls_client import KEY_UPDATE_WITH_ANSWER, TlsClient, needs_libssl
 from omnireduce.support.config import load_config
 from omnireduce.transport.base import Control, Event, Lost
 from omnireduce.transport.framing import CONTROL, FIRST_BYTES, FRAME
-from omnireduce.transport.shared_memory import private_slots
+from omnireduce.transport.slot_memory import private_slots
 from omnireduce.transport.tcp import listen_tcp
 from omnireduce.transport.tls import (
     ANSWER_BYTES,

@@ -1,7 +1,7 @@
 """Communicators, which combine the compressed gradients of the ranks, with GRACE's names.
 
 Allgather, Broadcast   here: each rank gets the compressed tensors of all, decompresses and adds them
-AllToAll               pieces.py: each rank adds one piece of all gradients, and gives it to the others as float32
+AllToAll               packing_compressors.py: each rank adds one piece of all gradients, and sends it on as float32
 Allreduce              service.py: compressed tensors are summed as they are, where that makes sense
 Aggregator             service.py: the aggregators sum what is not zero, in the form of the codec
 """
@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, Tensors
-from omnireduce.compression.grace.built_in import BuiltInCompressor, payload_like, payload_of
+from omnireduce.compression.grace.built_in_base import BuiltInCompressor, payload_like, payload_of
 from omnireduce.compression.gradient_checks import name_for_all
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator as Member

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.compression.grace.built_in import BuiltInCompressor, Context
+from omnireduce.compression.grace.built_in_base import BuiltInCompressor, Context
 from omnireduce.compression.powersgd import PowerSgd, first_factor, rank_for
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.factors import orthonormalise, product

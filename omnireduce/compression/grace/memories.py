@@ -8,7 +8,7 @@ from typing import Any
 
 from omnireduce.compression import memories
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors
-from omnireduce.compression.grace.built_in import GradientTemplate
+from omnireduce.compression.grace.built_in_base import GradientTemplate
 from omnireduce.errors import UsageError
 
 

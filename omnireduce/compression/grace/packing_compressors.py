@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors
-from omnireduce.compression.grace.built_in import BuiltInCompressor, Context, GradientTemplate
+from omnireduce.compression.grace.built_in_base import BuiltInCompressor, Context, GradientTemplate
 from omnireduce.compression.grace.communicators import BuiltInCommunicator
 from omnireduce.compression.gradient_checks import check_seed
 from omnireduce.compression.memories import finite, overflowing

@@ -1,4 +1,7 @@
-"""Compressors that replace elements by few values, and have no codec: the service moves the decompressed gradient."""
+"""Compressors that replace elements by few values, and have no codec: the service moves the decompressed gradient.
+
+Compressors with a codec are in `packing_compressors`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from omnireduce.compression.grace.built_in import BuiltInCompressor, Context
+from omnireduce.compression.grace.built_in_base import BuiltInCompressor, Context
 from omnireduce.compression.grace.selecting_compressors import decode_gaps, encode_gaps
 from omnireduce.compression.memories import finite, overflowing
 from omnireduce.compression.selectors import Selects, check_ratio, largest, selected_count

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from omnireduce.compression import selectors
-from omnireduce.compression.grace.built_in import BuiltInCompressor, Context
+from omnireduce.compression.grace.built_in_base import BuiltInCompressor, Context
 from omnireduce.core.dtypes import Array
 
 

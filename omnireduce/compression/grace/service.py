@@ -10,7 +10,7 @@ import numpy as np
 from omnireduce.compression import memories
 from omnireduce.compression.compressed_sums import Compression
 from omnireduce.compression.grace.base import Compressor, Memory, Tensors, is_ours, owner_of
-from omnireduce.compression.grace.built_in import BuiltInCompressor, GradientTemplate, payload_like, payload_of
+from omnireduce.compression.grace.built_in_base import BuiltInCompressor, GradientTemplate, payload_like, payload_of
 from omnireduce.compression.grace.communicators import BuiltInCommunicator
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
 from omnireduce.compression.grace.memories import WrappedMemory

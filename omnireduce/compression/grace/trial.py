@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omnireduce.compression.grace.base import Claim, Compressor, claim_of
-from omnireduce.compression.grace.built_in import Context, GradientTemplate, payload_of
+from omnireduce.compression.grace.built_in_base import Context, GradientTemplate, payload_of
 from omnireduce.compression.grace.selecting_compressors import SelectingCompressor, encode_gaps
 from omnireduce.compression.selectors import Selector
 from omnireduce.core.dtypes import Array

@@ -40,9 +40,9 @@ from omnireduce.programs.generated.statements import (
     shape_text,
 )
 from omnireduce.programs.lowering import lowered
-from omnireduce.programs.on_shards import runs_on_shards
 from omnireduce.programs.pipeline import Pipeline
 from omnireduce.programs.placement import number_value, sizes_in
+from omnireduce.programs.shard_runner import runs_on_shards
 from omnireduce.programs.stages import FusedAllReduce
 from omnireduce.programs.whole_tensor_operations import ReduceTensor, Update
 from omnireduce.support.files.output import check_writable, write_file

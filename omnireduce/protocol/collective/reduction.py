@@ -1,4 +1,7 @@
-"""One collective on the aggregator: the next blocks, their sums in a result slot, and the result as a message."""
+"""One collective on the aggregator: the next blocks, their sums in a result slot, and the result as a message.
+
+`protocol.shard` decides when a result is sent.
+"""
 
 from __future__ import annotations
 

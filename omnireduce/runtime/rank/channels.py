@@ -17,7 +17,7 @@ from omnireduce.core.names import URGENT
 from omnireduce.core.wire.control import Hello
 from omnireduce.errors import RefusedError
 from omnireduce.protocol.joining.checks import MIN_SLOT_BYTES, PAGE
-from omnireduce.protocol.joining.rank import Joined
+from omnireduce.protocol.joining.worker_joining import Joined
 from omnireduce.protocol.sharding import Sharding
 from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.calls.single import CallContext, Pool, WithPool

@@ -27,7 +27,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from omnireduce.errors import ConfigError, OmniReduceError, RefusedError, TransportError, left_because
-from omnireduce.protocol.reminders import FIRST_S, Reminders
+from omnireduce.protocol.wait_notices import FIRST_S, WaitNotices
 from omnireduce.runtime.embedded_messages import (
     MAX_MESSAGE_BYTES,
     MAX_REASON_CHARACTERS,
@@ -49,7 +49,7 @@ from omnireduce.support.load_by_name import search_path
 from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.support.os_error_origin import raised_by_signal_handler
 from omnireduce.support.secret import Secret
-from omnireduce.transport.local import holder_of, peer_of
+from omnireduce.transport.unix_sockets import holder_of, peer_of
 
 CARD = struct.Struct("<II")  # rank, world size
 RETRY_S = 0.02  # pause between two attempts to connect: rank 0 may not listen yet
@@ -85,7 +85,7 @@ class Deadline:
     def restart(self) -> None:
         """There is news: the wait begins anew."""
         now = time.monotonic()
-        self._at, self._reminders = now + self._limit_s, Reminders(now)
+        self._at, self._reminders = now + self._limit_s, WaitNotices(now)
 
     def remaining_s(self, max_s: float = FIRST_S) -> float | None:
         """The seconds to wait for the next event, at most `max_s`; None: the time is over."""

@@ -34,7 +34,7 @@ from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.host.exchange import region_bytes
 from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.joining.pending_job import worker_name
-from omnireduce.protocol.joining.rank import (
+from omnireduce.protocol.joining.worker_joining import (
     Connect,
     HangUp,
     JoinAction,
@@ -61,8 +61,8 @@ from omnireduce.support.secret import Secret, load_secret
 from omnireduce.transport.base import NO_SLOTS, Control, Event, Link, Lost
 from omnireduce.transport.framing import StreamLink
 from omnireduce.transport.host_rendezvous import RETRY_S, HostGroup, HostRendezvous, RankGoneError
-from omnireduce.transport.rdma import offer_rdma, take_answer
-from omnireduce.transport.shared_memory import touch
+from omnireduce.transport.rdma_offer import offer_rdma, take_answer
+from omnireduce.transport.slot_memory import touch
 from omnireduce.transport.tls import worker_context
 
 if TYPE_CHECKING:

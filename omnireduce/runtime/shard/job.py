@@ -43,8 +43,8 @@ from omnireduce.runtime.shard.traced import ShardTraces
 from omnireduce.support.config import Verbs
 from omnireduce.support.logs import BoundLog, tagged
 from omnireduce.transport.base import NO_SLOTS, Link
-from omnireduce.transport.rdma import take_offer
-from omnireduce.transport.shared_memory import Region
+from omnireduce.transport.rdma_offer import take_offer
+from omnireduce.transport.slot_memory import Region
 
 log = logging.getLogger("omnireduce.aggregator")
 WARN_AFTER_S = 1.0  # if a collective stands still for longer, all ranks are told whom they wait for

@@ -45,7 +45,7 @@ from omnireduce.protocol.joining.checks import job_family, malformed
 from omnireduce.protocol.joining.intake import SHUTTING_DOWN, Intake
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.joining.pending_job import FormationKey, member_name
-from omnireduce.protocol.joining.request import JoinRequest
+from omnireduce.protocol.joining.worker_request import JoinRequest
 from omnireduce.runtime.driver import Clock
 from omnireduce.support.config.schema import TeamLimits
 from omnireduce.support.logs import tagged

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from omnireduce.errors import UsageError
-from omnireduce.protocol.reminders import Reminders
+from omnireduce.protocol.wait_notices import WaitNotices
 from omnireduce.support.logs import tagged
 from omnireduce.torch.backend.gloo import GlooWork, gloo_message
 from omnireduce.torch.backend.options import only_element
@@ -120,14 +120,14 @@ class _WaitLog:
     """The waits of threads for messages. A thread of its own logs those that take long."""
 
     def __init__(self) -> None:
-        self._started: dict[object, tuple[str, Reminders]] = {}  # descriptions, and when to log them
+        self._started: dict[object, tuple[str, WaitNotices]] = {}  # descriptions, and when to log them
         self._closed = threading.Event()
         self._has_thread = False
 
     @contextmanager
     def waiting(self, description: str) -> Iterator[None]:
         key = object()
-        self._started[key] = description, Reminders(time.monotonic())
+        self._started[key] = description, WaitNotices(time.monotonic())
         if not self._has_thread:
             self._has_thread = True
             threading.Thread(target=self._watch, name="omnireduce.messages", daemon=True).start()

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers
 
-from omnireduce.protocol.reminders import Reminders
+from omnireduce.protocol.wait_notices import WaitNotices
 from omnireduce.runtime.rank.launcher_detection import this_host
 from omnireduce.support.addresses import (
     ANYWHERE,
@@ -162,7 +162,11 @@ class _StoreWait:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.store, self.rank, self.size = store, rank, size
         self._timeout_s, started = timeout.total_seconds(), time.monotonic()
-        self._deadline, self._reminders, self._pause_s = started + self._timeout_s, Reminders(started), SHORTEST_PAUSE_S
+        self._deadline, self._reminders, self._pause_s = (
+            started + self._timeout_s,
+            WaitNotices(started),
+            SHORTEST_PAUSE_S,
+        )
 
     def wait(self, keys: Sequence[str]) -> None:
         """Return when the store has all these keys."""
@@ -273,7 +277,7 @@ class SignpostRendezvous:
 
     def _find(self, timeout: timedelta) -> dist.TCPStore:
         started, wait_s = time.monotonic(), FIRST_WAIT_S
-        deadline, reminders = started + timeout.total_seconds(), Reminders(started)
+        deadline, reminders = started + timeout.total_seconds(), WaitNotices(started)
         while (now := time.monotonic()) < deadline:
             if waited_s := reminders.due(now):
                 event = f"waiting for rank 0 to come to {self._point.address}"

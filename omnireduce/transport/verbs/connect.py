@@ -12,11 +12,11 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.wire.control import Endpoint
 from omnireduce.errors import TransportError
 from omnireduce.support.config import Verbs
-from omnireduce.transport.shared_memory import private_slots
+from omnireduce.transport.slot_memory import private_slots
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.link import VerbsLink
-from omnireduce.transport.verbs.queue import Queue
+from omnireduce.transport.verbs.queue_pair import Queue
 
 
 class Offer:

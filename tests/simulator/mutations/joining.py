@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import Mutation
 
-_JOINING = "omnireduce.protocol.joining.rank"
+_JOINING = "omnireduce.protocol.joining.worker_joining"
 _HANDSHAKE = "omnireduce.protocol.joining.authentication"
 _TEAMS = "omnireduce.support.teams"
 

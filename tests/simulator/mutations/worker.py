@@ -6,7 +6,7 @@ from .base import Mutation
 
 _MACHINE = "omnireduce.protocol.rank"
 _STREAM = "omnireduce.protocol.collective.stream"
-_PATIENCE = "omnireduce.protocol.deadlines"
+_PATIENCE = "omnireduce.protocol.collective_deadline"
 _OPERANDS = "omnireduce.protocol.collective.dense_operands"
 _ROWS = "omnireduce.protocol.collective.row_operands"
 
@@ -269,7 +269,7 @@ MUTATIONS = (
     ),
     Mutation(
         "worker blames the last wait, not the longest",
-        "omnireduce.protocol.deadlines",
+        "omnireduce.protocol.collective_deadline",
         "a rank is blamed because the shard stood still before it read its message",
         " or latest.seconds >= longest_s):\n",
         " or latest.seconds > 0):\n",

@@ -5,7 +5,7 @@ from __future__ import annotations
 FIRST_S = 1.0  # the wait before the first reminder
 
 
-class Reminders:
+class WaitNotices:
     """Reminders of a wait that began at `now`: due after 1, 2, 4, ... seconds."""
 
     def __init__(self, now: float) -> None:

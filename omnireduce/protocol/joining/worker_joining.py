@@ -45,8 +45,8 @@ from omnireduce.protocol.host.groups import LocalRanks
 from omnireduce.protocol.joining.authentication import UNHEARD
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.pending_job import worker_name
-from omnireduce.protocol.joining.request import JoinRequest
-from omnireduce.protocol.reminders import Reminders
+from omnireduce.protocol.joining.worker_request import JoinRequest
+from omnireduce.protocol.wait_notices import WaitNotices
 from omnireduce.support.secret import Secret
 
 
@@ -156,8 +156,8 @@ class Joining:
             self._assigned_at
         ) = 0.0  # `_attempt_deadline`: the end of this attempt
         self._last_error: OmniReduceError | None = None  # the error of the attempt before
-        self._reminders = Reminders(0.0)  # reminders of the wait of this attempt
-        self._failures = Reminders(0.0)  # reminders of attempts that fail for the same reason
+        self._reminders = WaitNotices(0.0)  # reminders of the wait of this attempt
+        self._failures = WaitNotices(0.0)  # reminders of attempts that fail for the same reason
         self._retry_at: float | None = None  # when to connect again or, in a pause, to try again
         self._is_pausing = False
         self._pause_s = RETRY_S
@@ -184,7 +184,7 @@ class Joining:
 
     def start(self, now: float) -> Iterator[JoinEffect]:
         """Begin."""
-        self._join_deadline, self._failures = now + self._limit_s, Reminders(now)
+        self._join_deadline, self._failures = now + self._limit_s, WaitNotices(now)
         self._latest_deadline = now + COMPILING_S + self._limit_s  # the latest end, even if ranks compile for longer
         yield self._begin_attempt(now)
 
@@ -292,7 +292,7 @@ class Joining:
             False,
             None,
         )
-        self._reminders, self._assignment, self.newcomers = Reminders(now), None, 0
+        self._reminders, self._assignment, self.newcomers = WaitNotices(now), None, 0
         self._shard_count = 1 if self._is_elastic or self._hello.parent_rank >= 0 else len(self._addresses)
         return Connect(0, self._attempt_deadline)
 
@@ -331,7 +331,7 @@ class Joining:
         start."""
         yield SendControl(shard, message)
         if isinstance(message, Hello):
-            self._reminders, self._reason = Reminders(now), ""
+            self._reminders, self._reason = WaitNotices(now), ""
             if shard + 1 < self._shard_count:
                 yield Connect(shard + 1, self._attempt_deadline)
 
@@ -377,7 +377,7 @@ class Joining:
             self._assigned_at = now
             self._attempt_deadline = min(self._join_deadline, now + max(ASSIGNED_S, 2 * self._hello.last_call_s))
         if self._shard_count < len(self._addresses):
-            self._shard_count, self._reminders = len(self._addresses), Reminders(now)
+            self._shard_count, self._reminders = len(self._addresses), WaitNotices(now)
             yield Connect(1, self._attempt_deadline)
         else:
             yield from self._check_welcomes(welcomes, now)

@@ -1,4 +1,4 @@
-"""The request of one worker to join at one aggregator, on one connection: a pure state machine.
+"""Worker side: the request to join at one aggregator, on one connection. A pure state machine.
 
 worker, or a relay for it   Greeting and Proof, where there is a secret; then Hello
 aggregator                  Pending, Waiting and Newcomers, again and again; in the end Welcome, Refused or Aborted

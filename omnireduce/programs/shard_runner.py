@@ -1,4 +1,4 @@
-"""A program whose fused AllReduce runs on the shards, which keep its tensors from step to step."""
+"""Running a program whose fused AllReduce is done on the shards, which keep its tensors from step to step."""
 
 from __future__ import annotations
 

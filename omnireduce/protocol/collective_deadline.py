@@ -1,4 +1,4 @@
-"""Deadline of a rank's oldest collective: when its wait has been too long, and whom to blame then."""
+"""Worker side: the deadline of a rank's oldest collective, and whom to blame when it has passed."""
 
 from __future__ import annotations
 
