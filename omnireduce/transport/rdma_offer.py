@@ -1,4 +1,4 @@
-"""RDMA beside a connection by TCP: whether it is allowed or required, and how both ends agree on it. The link is `verbs.link`."""
+"""RDMA beside a connection by TCP: whether it is allowed or required, and how both ends agree on it."""
 
 from __future__ import annotations
 
