@@ -23,7 +23,7 @@ BUGS = {
             "nothing limits the log",
             "omnireduce.support.logs",
             "a stranger fills the disk",
-            "        if event not in OWN and not self._has_room(event):\n",
+            "        if event not in UNLIMITED_EVENTS and not self._has_room(event):\n",
             # Long lines: few steps show it on a slow machine, too.
             '        record.msg = str(record.msg) + "." * (1 << 16)\n        if False:\n',
         ),

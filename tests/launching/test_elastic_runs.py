@@ -53,8 +53,8 @@ from omnireduce.data_parallel import session
 
 @elastic.run
 def train(state):
-    place, told = session.session_of().place, os.environ["LOCAL_RANK"]
-    os.write(1, f"{{os.getpid()}} {{session.size()}} {{told}} {{place.local_rank}} {{place.local_size}}\\n".encode())
+    local, environ_rank = session.session_of().local, os.environ["LOCAL_RANK"]
+    os.write(1, f"{{os.getpid()}} {{session.size()}} {{environ_rank}} {{local.local_rank}} {{local.local_size}}\\n".encode())
     while True:
         state.commit()
 
