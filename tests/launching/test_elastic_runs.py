@@ -53,8 +53,8 @@ from omnireduce.data_parallel import session
 
 @elastic.run
 def train(state):
-    local, environ_rank = session.session_of().local, os.environ["LOCAL_RANK"]
-    os.write(1, f"{{os.getpid()}} {{session.size()}} {{environ_rank}} {{local.local_rank}} {{local.local_size}}\\n".encode())
+    local, variable = session.session_of().local, os.environ["LOCAL_RANK"]
+    os.write(1, f"{{os.getpid()}} {{session.size()}} {{variable}} {{local.local_rank}} {{local.local_size}}\\n".encode())
     while True:
         state.commit()
 

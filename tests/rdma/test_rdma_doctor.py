@@ -20,12 +20,12 @@ def _alone() -> None:
 
 
 def looked_at(*overrides: str) -> dict[str, Finding]:
-    return {each.what: each for each in check_rdma(configured(["a:1"], *overrides), *find_ports())}
+    return {finding.subject: finding for finding in check_rdma(configured(["a:1"], *overrides), *find_ports())}
 
 
 def test_ports_that_are_well() -> None:
     result = looked_at(KIND)
-    assert {each.state for each in result.values()} == {"ok"}
+    assert {finding.state for finding in result.values()} == {"ok"}
     for name, address in {"rxe0": "192.168.59.101", "rxe1": "192.168.60.1"}.items():
         text = result[f"RDMA port {name}/1"].text
         assert text.startswith("active, MTU 4096, GIDs ")
