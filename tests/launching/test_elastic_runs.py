@@ -54,7 +54,8 @@ from omnireduce.data_parallel import session
 @elastic.run
 def train(state):
     local, variable = session.session_of().local, os.environ["LOCAL_RANK"]
-    os.write(1, f"{{os.getpid()}} {{session.size()}} {{variable}} {{local.local_rank}} {{local.local_size}}\\n".encode())
+    line = f"{{os.getpid()}} {{session.size()}} {{variable}} {{local.local_rank}} {{local.local_size}}\\n"
+    os.write(1, line.encode())
     while True:
         state.commit()
 
