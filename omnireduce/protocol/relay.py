@@ -256,7 +256,7 @@ class RelayMachine(ShardMachine):
         collective = f"collective {self._awaited[0].number}"
         if not self._down_slots.free:  # members have not read the last results
             return self._wait(collective, self._late_members(self._down_slots.readers), now)
-        if self._current is None:
+        if self._current is None or self._awaited[0].number < self._number:  # late members may wait for this result
             return Wait(collective, [], 0, self._upstream, now - self._stalls.since)
         return super().waiting(now)
 

@@ -28,11 +28,13 @@ class Bench:
             upstream="top:1", numbers=[4, 5, 6], delegates=[0, 1], readers=[0, 1],
         )  # fmt: skip
 
-    def bring(self, member: int, frontier: int, *, first: bool = True, now: float = 0.0) -> list[Effect]:
+    def bring(
+        self, member: int, frontier: int, *, first: bool = True, number: int = 0, now: float = 0.0
+    ) -> list[Effect]:
         """A message without blocks."""
         row = self.arena[member * SLOTS]
         extra = DESCRIPTOR.encoded if first else b""
-        nbytes = seal(row, 0, frontier, NOTHING, DESCRIPTOR.block_bytes, extra)
+        nbytes = seal(row, number, frontier, NOTHING, DESCRIPTOR.block_bytes, extra)
         return [*self.machine.received(member, 0, nbytes, now), *self.machine.advance(now)]
 
     def result(self, frontier: int, *, number: int = 0, slot: int = 0, peer: int = UP) -> list[Effect]:
@@ -128,6 +130,20 @@ def test_a_silent_upstream_is_named_after_a_while(bench: Bench) -> None:
     (passed,) = bench.machine.control_received(UP + 2, Waiting("a sum", "the aggregator", 4.0), 5.0)
     assert passed == SendControl(2, Waiting("a sum", "aggregator top:1", 4.0))
     assert not [each for each in bench.machine.timer(8.0) if isinstance(each, SendControl)]
+
+
+def test_a_member_that_waits_for_the_upstream_is_not_late(bench: Bench) -> None:
+    """Another member has begun the next collective already."""
+    bench.bring(0, 8)
+    bench.bring(1, 8)
+    bench.bring(0, 8, number=1)
+    wait = bench.machine.waiting(1.5)
+    assert wait is not None
+    assert (wait.what, wait.ranks, wait.who) == ("collective 0", [], "aggregator top:1")
+    bench.result(8)
+    wait = bench.machine.waiting(1.5)
+    assert wait is not None
+    assert (wait.ranks, wait.who) == ([5], NAMES[1])
 
 
 def test_a_member_has_left_when_the_upstream_says_so(bench: Bench) -> None:

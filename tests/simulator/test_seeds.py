@@ -91,6 +91,7 @@ ONCE_WRONG = {  # by the product or by a verdict, found long after the others
     FIRST_OF_SEVERAL + 943980: "a rank slept while another one said that all moves on, and was told so when it woke",
     FIRST_OF_SEVERAL + 543337573: "a rank had left an ended job, and another one's report made it stay",
     FIRST_OF_REFUSALS + 612208274: "a refusal was tampered with, and looked like a call that another rank refused",
+    FIRST_OF_RELAYS + 159138287: "an aggregator stopped, and its relay blamed a rank that waited for that aggregator",
     FIRST_OF_RELAYS + 14: "a relay below a relay told too late whom it waits for",
     FIRST_OF_RELAYS + 140: "a relay's report took back what its first member had reported",
     FIRST_OF_RELAYS + 1383: "a rank that read no results behind a relay was not named",
