@@ -9,7 +9,7 @@ from omnireduce.launch.connection import Connection
 
 @dataclass
 class LaunchedRank:
-    """A process of the job, and its place."""
+    """The process of rank `number`, and the connection to the supervisor that started it."""
 
     number: int
     connection: Connection

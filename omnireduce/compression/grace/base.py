@@ -30,7 +30,7 @@ NEAR_THRESHOLD = 1e-6  # a magnitude so near to the threshold, as a share of it,
 
 
 class Claim(NamedTuple):
-    """What a compressor promises of the elements that it sends. `selects`: see `Compressor`. `ratio`: the share of the
+    """Promise of a compressor about the elements that it sends. `selects`: see `Compressor`. `ratio`: the share of the
     elements that are sent. `threshold`: all elements above it are sent. None: no claim."""
 
     selects: Selects
