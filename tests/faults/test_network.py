@@ -98,11 +98,17 @@ class Job:
         return Order(self._name, rank, len(self.members), tuple(self._daemon.addresses), LIMITS, **details)  # type: ignore[arg-type]
 
     def raises(self, rank: int, since: float, culprit: str) -> str:
-        """The rank raises in time and names the culprit; return the error's text."""
+        """The rank raises in time after `since` and names the culprit; return the error's text."""
         report = self.members[rank].hear("error", "wrong", "left")
         assert (report.event, report.kind, report.culprit) == ("error", "AbortedError", culprit)
         assert report.at - since <= NOTICED_S, report
         return report.text
+
+    def wake_up(self) -> float:
+        """Rank 0 goes on; returns since when. What it sends into a dead link starts the limit of silence anew."""
+        now = time.monotonic()
+        self.members[0].tell("wake up")
+        return now
 
     def name(self, rank: int) -> str:
         return self.members[rank].name(rank)
@@ -131,9 +137,9 @@ def test_a_workers_link_is_cut(daemon: Daemon, hosts: list[Host], jobs: list[Job
         for job in jobs:
             assert "connection broken" in job.raises(1, since, job.name(0))
         flowing, idle = jobs
-        idle.members[0].tell("wake up")
-        for job in (flowing, idle):
-            assert "connection broken" in job.raises(0, since, f"aggregator {daemon.addresses[0]}")
+        woken = idle.wake_up()
+        for job, begin in ((flowing, since), (idle, woken)):
+            assert "connection broken" in job.raises(0, begin, f"aggregator {daemon.addresses[0]}")
     assert_serves(daemon, hosts[1:3])
 
 
@@ -142,9 +148,10 @@ def test_the_aggregators_link_is_cut(daemon: Daemon, hosts: list[Host], jobs: li
     with cut(hosts[0]) as since:
         for job in jobs:
             assert "connection broken" in job.raises(1, since, f"aggregator {daemon.addresses[0]}")
-        for job in jobs:
-            job.members[0].tell("wake up")
-            assert "connection broken" in job.raises(0, since, f"aggregator {daemon.addresses[0]}")
+        flowing, idle = jobs
+        woken = idle.wake_up()
+        for job, begin in ((flowing, since), (idle, woken)):
+            assert "connection broken" in job.raises(0, begin, f"aggregator {daemon.addresses[0]}")
     assert_serves(daemon, hosts[1:3])
 
 
