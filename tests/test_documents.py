@@ -169,9 +169,12 @@ def blocks(language: str = "") -> list[Block]:
     return [block for block in results if block.language == language or not language]
 
 
-def as_parameters(blocks: list[Block]) -> list[Any]:
-    """Blocks as parameters: `make test` runs those of the README, the slow tests all others."""
-    return [pytest.param(block, marks=() if block.document == "README.md" else pytest.mark.slow) for block in blocks]
+def examples() -> list[Any]:
+    """Blocks of Python as parameters: `make test` runs those of the README, the slow tests all others."""
+    return [
+        pytest.param(block, marks=() if block.document == "README.md" else pytest.mark.slow)
+        for block in blocks("python")
+    ]
 
 
 def named(block: Block) -> str:
@@ -208,7 +211,7 @@ def test_every_block_says_its_language(document: Path) -> None:
     assert not re.search(r"\n\n    \S", outside), "a block that is only indented; fence it and say its language"
 
 
-@pytest.mark.parametrize("block", as_parameters(blocks("python")), ids=named)
+@pytest.mark.parametrize("block", examples(), ids=named)
 def test_examples_run_as_they_are(daemon: Daemon, tmp_path: Path, block: Block) -> None:
     """On two ranks, with the aggregator that the document starts before it, and a cache that has kernels only."""
     if "import torch" in block.text:
@@ -272,8 +275,9 @@ def as_test_runs_it(line: str, port: str) -> str:
     return f"{STOPPED}; {line}" if line.startswith("omnireduce trace") else line  # a shard writes when a job has ended
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
-@pytest.mark.parametrize("block", as_parameters([block for block in blocks("sh")[1:] if not reasons(block)]), ids=named)
+@pytest.mark.parametrize("block", [block for block in blocks("sh")[1:] if not reasons(block)], ids=named)
 def test_commands_run(daemon: Daemon, tmp_path: Path, block: Block) -> None:
     """In a folder of their own, with the aggregator that they start, or else with one that runs already."""
     starts = "omnireduce aggregator" in block.text

@@ -81,7 +81,7 @@ def test_a_unit_test_that_starts_a_process_or_connects_fails(start: Callable[[],
         start()
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 def test_pytest_chooses_by_tier(choice: str) -> None:
     """Collect a folder that has files of all tiers, and a file with a test that is marked."""

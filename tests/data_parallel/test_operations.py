@@ -275,7 +275,7 @@ def test_a_name_is_under_way_until_its_result_is_there(daemon: Daemon) -> None:
 
     def run(comm: Communicator) -> None:
         queue = Queue(comm)
-        for step in range(200):
+        for step in range(50):
             task = queue.allreduce_async(np.ones(9, np.float32), name="w")
             while not task.done():
                 with contextlib.suppress(UsageError):

@@ -79,6 +79,7 @@ def test_a_rank_that_dies_in_the_backward_pass_is_named(tmp_path: Path) -> None:
         assert ranks[1].wait() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_an_aggregator_that_dies_in_training_is_named(tmp_path: Path) -> None:
     with Daemon(1) as daemon:
         address = daemon.addresses[0]
@@ -96,6 +97,7 @@ def test_an_aggregator_that_dies_in_training_is_named(tmp_path: Path) -> None:
             assert time.monotonic() - killed < FAILURE_S + WAIT_S
 
 
+@pytest.mark.slow
 def test_gradients_are_combined_while_others_are_computed(tmp_path: Path) -> None:
     """In each step at least one collective is over before the last gradient is computed, as traces show."""
     script, traces = str(FOLDER / "overlapping_worker.py"), tmp_path / "traces"

@@ -153,6 +153,7 @@ def test_an_exchange_costs_one_send_per_rank_and_direction(exchange: Exchange, m
     assert sent == {"shard": 2 * 2, "rank 0": 2, "rank 1": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other machines have other instructions")
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ def test_the_program_under_mpirun_compares_with_mpi(daemon: Daemon, tmp_path: Pa
     assert 0 < mpi["timing"]["exchange_ms"] < mpi["timing"]["step_ms"]
 
 
+@pytest.mark.slow
 def test_without_mpirun_the_program_says_why_there_is_no_comparison(daemon: Daemon, tmp_path: Path) -> None:
     command = program(daemon, "--json", str(tmp_path / "result.json"), "--size", "2", "--rank")
     i = command.index("--rank") + 1
