@@ -14,6 +14,7 @@ import resource
 import selectors
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -366,6 +367,16 @@ def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool
             return False
         pause.wait(0.005)
     return True
+
+
+def await_connections(listener: socket.socket, count: int) -> None:
+    """Wait until so many connections can be accepted: the end that connects may know before the other one does."""
+    unacked = slice(24, 28)  # of `struct tcp_info`: for a listening socket, how many wait
+
+    def waiting() -> int:
+        return int.from_bytes(listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 28)[unacked], sys.byteorder)
+
+    assert eventually(lambda: waiting() == count)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from cluster_checks import FAILURE_S
-from local_cluster import descriptors_below
+from local_cluster import await_connections, descriptors_below
 from msgspec.structs import replace
 
 from omnireduce.core.status_messages import Status, StatusRequest
@@ -190,6 +190,7 @@ def test_a_shard_whose_last_descriptor_is_the_one_kept_back_turns_away() -> None
         server = ShardServer("a:1", [Listener(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
+            await_connections(listener, len(clients))
             free = os.dup(0)
             os.close(free)
             with descriptors_below(free):
@@ -209,6 +210,8 @@ def test_a_shard_without_descriptors_looks_again_after_a_while(caplog: pytest.Lo
         server = ShardServer("a:1", listeners, LIMITS, finish_s=0.0, clock=lambda: now)
         with contextlib.ExitStack() as stack:
             clients = [stack.enter_context(socket.create_connection(each.getsockname())) for each in (one, other)]
+            for each in (one, other):
+                await_connections(each, 1)
             with descriptors_below(0):
                 for _ in range(5):
                     server.turn(0.0)

@@ -11,7 +11,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from local_cluster import WAIT_S
+from local_cluster import WAIT_S, await_connections
 from samples import Array
 from test_crowds import HELLO, LIMITS, REQUEST, Crowd, heard, say
 
@@ -268,6 +268,7 @@ def test_a_turn_accepts_all_who_wait() -> None:
         server = ShardServer("a:1", [Listener(listener, lambda sock: ShmLink(sock, "peer"))], LIMITS, finish_s=0.0)
         for _ in range(20):
             stack.enter_context(socket.create_connection(listener.getsockname()))
+        await_connections(listener, 20)
         server.turn(5.0)
         assert len(server._connections) == 20
         server.stop()
@@ -281,6 +282,7 @@ def test_beside_a_job_a_turn_accepts_few() -> None:
             SoleRank(crowd, "job")
             for _ in range(3 * BESIDE_JOBS):
                 crowd.peers.append(socket.create_connection(listener.getsockname()))
+            await_connections(listener, 3 * BESIDE_JOBS)
             for turns in range(1, 4):
                 crowd.server.turn(5.0)
                 assert len(crowd.server._connections) == 1 + turns * BESIDE_JOBS
