@@ -18,10 +18,7 @@ from omnireduce.support.config.schema import Metrics
 from omnireduce.support.secret import read_lines
 from omnireduce.transport.tls import aggregator_context
 
-CHALLENGES = (
-    'Bearer realm="omnireduce metrics"',
-    'Basic realm="omnireduce metrics"',
-)  # browsers know the second
+CHALLENGES = 'Bearer realm="omnireduce metrics"', 'Basic realm="omnireduce metrics"'  # browsers know the second
 _TOKEN = re.compile(rb"[A-Za-z0-9._~+/-]+=*\Z")  # RFC 6750
 _BEARER = re.compile(r"bearer +(\S+) *\Z", re.IGNORECASE)
 _BASIC = re.compile(r"basic +(\S+) *\Z", re.IGNORECASE)

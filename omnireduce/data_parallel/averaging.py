@@ -2,7 +2,7 @@
 
 Ranks agree once on which gradients travel: those that some rank has. A gradient that a rank lacks counts as zeros
 there, and a gradient that all ranks lack is not sent. As long as each rank has the gradients that it had before, steps
-need no other word.
+need no further agreement.
 
 A rank that has others than before says so by a mark, which travels with the gradients and is zero otherwise. Nothing
 has to be sent again then: what has travelled is right, with zeros for what is missing. After it all ranks agree anew,

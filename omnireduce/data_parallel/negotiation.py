@@ -7,8 +7,8 @@ is news. All ranks tell their news after the round, and give new names the same 
 Programs do the same in each step. So after some steps with the same names there are no rounds: all ranks take these
 names in the order of the last step, each rank as soon as it is ready itself. If a rank cannot go on so, because its
 program does something else, it spoils the batch that is due: it brings zeros and a mark. All ranks see the mark, drop
-the result, and meet in rounds again. Perhaps the program waits for one name before it submits the next one of a batch.
-So from then on a batch has only names that became ready in one round.
+the result, and meet in rounds again. The cause may be a program that waits for one name of a batch before it submits
+the next. So from then on a batch has only names that became ready in one round.
 
 A rank that has no more data joins: it is ready for whatever the others are ready for, until all have joined.
 
@@ -54,20 +54,20 @@ class Agreement:
     def __init__(self, rank: int, size: int, fusion_bytes: int) -> None:
         self._rank, self._size, self._fusion_bytes = rank, size, fusion_bytes
         self.pending: dict[str, Request] = {}  # this rank is ready for them
-        self._known: dict[str, KnownName] = {}  # the longest unused first
-        self._names: list[str] = []  # of these, by index
-        self._news: dict[str, Request] = {}  # of what is pending, that others do not know
+        self._known: dict[str, KnownName] = {}  # those unused for the longest time first
+        self._names: list[str] = []  # the known names, in the order of their index
+        self._news: dict[str, Request] = {}  # pending requests that other ranks have not heard of
         self.joined: list[int] = []  # ranks that have no more data, in the order in which all have heard of it
         self.last_joined = 0
         self._step: list[str] = []  # what was agreed, up to the first name that came again
         self._last_step: list[str] = []
         self._alike_steps, self._alike_steps_needed = 0, ALIKE_STEPS
-        self._order: list[str] = []  # of a step; empty: there are rounds
-        self._members: frozenset[str] = frozenset()  # the same
-        self._batches: list[Batch] = []  # of these
-        self._due: list[Batch] = []  # those of this step that are left, without rounds
-        self._missing: set[str] = set()  # of the batch that is due, this rank is not ready for them
-        self._has_others = False  # something is pending that does not belong to such a step
+        self._order: list[str] = []  # the names of a step without rounds; empty: there are rounds
+        self._members: frozenset[str] = frozenset()  # `_order` as a set
+        self._batches: list[Batch] = []  # the batches of `_order`
+        self._due: list[Batch] = []  # batches of this step that are still to come
+        self._missing: set[str] = set()  # names of the batch that is due for which this rank is not ready
+        self._has_others = False  # a name is pending that is not in `_order`
         self._batches_done = 0  # batches without a round
         self._is_careful = False  # a batch was spoiled
         self.rounds = 0

@@ -346,7 +346,7 @@ def _find_local_rank(global_queue: Queue, comm: Communicator) -> LocalRank:
 
 
 def _at_exit() -> None:
-    if not engine.is_by_exception():  # else the others are told which one
+    if not engine.is_by_exception():  # after an exception the engine tells it to the other ranks
         shutdown()
 
 

@@ -79,9 +79,8 @@ def _torchrun(request: LaunchRequest) -> list[str]:
         )
     if request.mpi_args:
         raise ConfigError("--mpi-args with --launcher torchrun: expected --launcher mpirun or srun")
-    local_address = (
-        f"--local-addr={loopback()}"  # the default, the name of this host, may stand for an address of another host
-    )
+    # The default is the name of this host, which may stand for an address of another host.
+    local_address = f"--local-addr={loopback()}"
     return [
         "torchrun",
         "--standalone",

@@ -64,19 +64,20 @@ class CollectiveDeadline:
         return 0 if cause.culprit == self._me or cause.culprit.startswith("aggregator ") else 1
 
     def moments_of_hosts(
-        self, now: float, sees_late_rank: bool, owing: Sequence[ShardStream], previous_not_summed_by_host: bool
+        self, now: float, sees_late_rank: bool, owing: Sequence[ShardStream], was_summed_by_host: bool
     ) -> int:
         """The moments to wait before a cause is named, if there are several hosts. A rank that waits for shards which
-        hang speaks at once. Next is a rank that `sees_late_rank` is late: only ranks of the same host see that. Then
-        come ranks that shards in `owing` still owe results: they see which delegates are late.
+        hang speaks at once. Next speaks a rank that sees a late rank on its own host (`sees_late_rank`): ranks of other
+        hosts cannot see that. Then come ranks that shards in `owing` still owe results: they see which delegates are
+        late. The other ranks come last.
 
-        `previous_not_summed_by_host`: each rank got the result of the previous collective from the shards by itself, as
-        for float16. A rank that is late may still wait for a shard in that collective. It names the shard before others
-        name the rank.
+        `was_summed_by_host`: the ranks of each host summed the previous collective first. If not, as for float16, each
+        rank got its result from the shards by itself. So a late rank may still wait for a shard in that collective, and
+        it must name the shard before others name the rank.
         """
         if not sees_late_rank and self._hanging(now, owing):
             return 0
-        first = 3 if previous_not_summed_by_host else 0
+        first = 0 if was_summed_by_host else 3
         return first if sees_late_rank else first + 2 if owing else first + 4
 
     @property

@@ -63,11 +63,9 @@ class RankMachine:
         self.parallel = Parallel(threads, self._streams, self._under_way) if threads is not None else None
         self._next_number, self._waiting_for = 0, ""
         self._warned_at_s = self._wait_reported_at = self._report_at = self._fault_at = 0.0
-        # The collective before the oldest one was not summed by the host: each rank got its result from the shards.
-        self._previous_not_summed_by_host = False
-        self._reported_wait = (
-            False  # the last report said whom this rank waits for: when the wait ends, it reports again
-        )
+        self._was_summed_by_host = True  # the ranks of each host summed the collective before the oldest one first
+        # The last report said whom this rank waits for: when the wait ends, it reports again.
+        self._reported_wait = False
         self._fault: Cause | None = None  # the reason to end the job that the memory of the host shows
         self._goodbyes: set[int] = set()
         self._retired: dict[int, Cause] = {}  # shards that stopped between two collectives
@@ -248,7 +246,7 @@ class RankMachine:
                 return
             self._under_way.popleft()
             self._collective_deadline.begin(now)
-            self._waiting_for, self._previous_not_summed_by_host = "", not collective.descriptor.summed_by_host
+            self._waiting_for, self._was_summed_by_host = "", collective.descriptor.summed_by_host
             yield Finish(collective.number)
         if self._retired:
             yield from self._end_if_retired()
@@ -349,7 +347,7 @@ class RankMachine:
             return 0 if self.host is not None else self._collective_deadline.moments_before(cause)
         oldest, sees_late_rank = self._under_way[0], self.host is not None and bool(self.host.awaited_ranks())
         owing = [stream for stream in self._streams if stream.owes(oldest)]
-        return self._collective_deadline.moments_of_hosts(now, sees_late_rank, owing, self._previous_not_summed_by_host)
+        return self._collective_deadline.moments_of_hosts(now, sees_late_rank, owing, self._was_summed_by_host)
 
     @property
     def _host_has_ended_job(self) -> bool:

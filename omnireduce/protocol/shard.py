@@ -206,7 +206,7 @@ class ShardMachine:
             len(members), delegates, sharding, shard, lambda count: reduction(count, *work_space),
             readers=readers, states=states or ShardStates(0),
         )  # fmt: skip
-        # Delegates first: they can begin a collective
+        # Delegates first: if there are any, only they can begin a collective
         reading_order = dict.fromkeys([*delegates, *range(len(members))])
         self._reading_order = [(rank, self._inboxes[rank]) for rank in reading_order]
         self._current: Reduction | None = None  # while a collective is under way
@@ -218,7 +218,7 @@ class ShardMachine:
         self._extra = b""  # the bytes behind the blocks of the next result
         self._awaited: Collection[object] = ()  # collectives whose results come from elsewhere
         self._stalls, self.account, self._codecs = StallDetector(warn_after_s), Account(self._numbers), codecs
-        self._encodes_as = SUM  # the sender number of this shard: codecs draw other random numbers for each sender
+        self._encodes_as = SUM  # seeds the random numbers of codecs here, so that they differ from those of any rank
         self.ended: End | None = None
 
     @property

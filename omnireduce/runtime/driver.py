@@ -98,12 +98,14 @@ class Driver:
         self._keep_deadline(self._clock())
 
     def turn(self, peers: Collection[int] | None = None) -> None:
-        """Feed from these peers (None: all), and let the machine advance. Then call its timer, if the deadline had
-        passed before the turn. In that case, and every `read_all_s`, feed from all peers: even part of a message, which
-        wakes nobody, shows that its sender lives.
+        """Feed from these peers (None: all), let the machine advance, and call its timer if it is due.
 
-        A deadline that passes during the turn has to wait. If this process was stopped meanwhile, messages may have
-        come that the machine does not know yet. It must not conclude that nothing came.
+        If this process was stopped for a while, messages may have come that the machine does not know yet. It must not
+        conclude that nothing came. So the timer is called only if the machine's deadline had passed before the turn,
+        and then the turn feeds from all peers. A deadline that passes during the turn waits for the next one.
+
+        The turn also feeds from all peers every `read_all_s`: even part of a message, which wakes nobody, shows that
+        its sender lives.
 
         Credits gather until `flush`. A caller must call it before it waits.
         """

@@ -4,7 +4,7 @@ A frame is 8 bytes: kind (u8), -, slot (u16), length (u32).
 
     DATA     a block message of `length` bytes. tcp: the bytes follow. shm: they lie in the slot that both sides map
     CREDIT   the slot is free again
-    CONTROL  a control message of `length` bytes follows; `slot` is its `after`
+    CONTROL  a control message of `length` bytes follows; the slot field holds `Control.after`
 
 Small frames gather until `flush`, so that a turn of the driver costs one system call per peer.
 """
@@ -151,9 +151,7 @@ class StreamLink(Link):
                 output.popleft()
             if not (self._small_frames or output):
                 return
-            if self._small_frames and (
-                max_bytes <= 0 or len(output) < GATHER
-            ):  # otherwise a peer could cause many buffers
+            if self._small_frames and (max_bytes <= 0 or len(output) < GATHER):  # a peer must not cause many buffers
                 self._queue_output()
             if max_bytes <= 0:  # `wants_write` shows that there is more
                 return
@@ -189,7 +187,8 @@ class StreamLink(Link):
 
     @property
     def clogged(self) -> bool:
-        """Whether more output waits than for a peer that returns credits only for messages that it has read."""
+        """Whether more output waits than an honest peer could cause: it returns a credit only for a message that it has
+        read."""
         small_bytes = len(self._small_frames) + sum(len(view) for _, view in self._output if view.readonly)
         return small_bytes > SMALL_LIMIT or len(self._output) > GATHER + 2 * len(self.send_slots)
 

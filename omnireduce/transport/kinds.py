@@ -1,7 +1,7 @@
 """The kinds of transport, in one table. Nobody else asks for their names.
 
 Each kind says how a worker connects and how an aggregator listens. What a link can do, the link says: see `base`. RDMA
-is not in the table: it takes the blocks off a connection by TCP that both ends have already. See `rdma`.
+is not in the table: it takes the blocks off a connection by TCP that both ends have already. See `rdma_offer`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Hosts(NamedTuple):
     rack_bytes_per_s: float = 0.0
 
     def rack_of(self, host: Array) -> Array:
-        """The rack of each host; what is in none gets the number of racks."""
+        """The rack of each host; a host in no rack gets `racks`, the number of racks."""
         racks: Array = np.minimum(host * self.racks // self.number, self.racks)
         return racks
 
@@ -131,7 +131,7 @@ class Prediction(NamedTuple):
     shard_bytes: int
 
     def and_then(self, other: Prediction, times: int) -> Prediction:
-        """These, and after them so many others. The busiest link counts as the same in all."""
+        """The cost of this, then of `other`, `times` times. The busiest link counts as the same in all."""
         return Prediction(
             self.seconds + times * other.seconds,
             self.link_bytes + times * other.link_bytes,

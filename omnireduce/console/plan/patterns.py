@@ -17,7 +17,7 @@ from omnireduce.support.files.tensors import read_tensors
 OVERLAPS = ("random", "full", "none")
 REMEMBERED_BYTES = 1 << 28
 LIKELIHOODS = 64  # that blocks can have: exact for 127 ranks, and within 1 % for thousands
-MIN_LIKENESS, MAX_LIKENESS = 1e-6, 1e6  # all ranks have the same blocks; all blocks are as likely
+MIN_LIKENESS, MAX_LIKENESS = 1e-6, 1e6  # lowest: all ranks have the same blocks; highest: all blocks are equally likely
 
 
 class Load(NamedTuple):
@@ -120,9 +120,8 @@ class TracedPatterns:
         self.blocks, self._seed = blocks, seed
         likelihoods, shares = popularity(density, union_density, ranks)
         rng = np.random.default_rng([seed, 0])
-        boundaries = np.floor(np.cumsum(shares) * blocks + rng.random()).astype(
-            np.int64
-        )  # few blocks: right on average
+        # One random offset for all boundaries: even if there are few blocks, the shares are right on average.
+        boundaries = np.floor(np.cumsum(shares) * blocks + rng.random()).astype(np.int64)
         boundaries[-1] = blocks
         block_likelihoods = np.repeat(likelihoods.astype(np.float32), np.diff(boundaries, prepend=0))
         self._likelihoods = rng.permutation(block_likelihoods)

@@ -11,9 +11,9 @@ from omnireduce.programs.library.optimizers import adam, lamb, sgd
 from omnireduce.programs.pipeline import Pipeline
 
 Schedules = dict[str, Pipeline]
-CHUNKS = 4  # in which a product is overlapped
+CHUNKS = 4  # a product that overlaps with communication is computed in this many chunks
 
-# Of each optimizer: its updates, its state, and what is computed in one pass over memory, then in a next one.
+# For each optimizer: what it updates, its state, and the expressions that each pass over memory computes.
 UPDATES = {"sgd": ["w1"], "adam": ["w1", "m1", "v1"], "lamb": ["w1", "m1", "v1"]}
 STATE = {"sgd": [], "adam": ["m", "v"], "lamb": ["m", "v"]}
 PASSES = {

@@ -99,8 +99,8 @@ class Union:
     def _fill_window(self, rank: int, low: int) -> int:
         """Fill the window of `rank` with its message's next indices, which must be `low` or higher.
 
-        They must leave room below the frontier for the indices that follow. So no collective completes before all
-        indices have been seen.
+        Each index must be so small that the indices behind the window still fit below the frontier. So no collective
+        completes before all indices have been seen.
         """
         row, header = self._messages[rank]
         _, (shard, shards, stripe_blocks), block_size, block_bytes, _ = self.shape
@@ -265,9 +265,8 @@ class Combiner:
         self._sizing, self._max_blocks, self._piece_bytes = sizing, max_blocks, piece_bytes
         self._scratch = np.empty(2 * HALF_COLUMNS, np.float32)
         self._decoded = _NOTHING  # scratch memory for the float32 of encoded blocks, once a codec is used
-        self._formats: dict[
-            tuple[str, int, str], Format
-        ] = {}  # by dtype, block size and codec; the last used at the end
+        # By element type, block size and codec; the last used at the end.
+        self._formats: dict[tuple[str, int, str], Format] = {}
 
     @property
     def work_bytes(self) -> int:

@@ -49,9 +49,9 @@ class MessageSizing(NamedTuple):
 
 TINY_BYTES = 16  # blocks up to this size are listed as steps, and results do not mark them: a mark costs more
 MAX_STEP_BYTES = INDEX_BYTES // 2  # the most bytes of one step, on average
-ListPosition = tuple[
-    int, int
-]  # in a list: the run, or the byte of steps, and then the index inside the run, or among all
+# A place in a list. Of runs: the run that comes next, and how many of its indices were read. Of steps: the byte that
+# comes next, and the index before it.
+ListPosition = tuple[int, int]
 START: ListPosition = (0, 0)
 
 

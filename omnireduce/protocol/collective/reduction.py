@@ -140,7 +140,7 @@ class Reduction:
         first, block_format = self.written, self._format
         if block_format.columns < block_format.block_size:
             return self._merge_piece(slot)
-        # Rounded up: a rest of the budget would cost one more step
+        # Rounded up: otherwise a small rest of the budget would need a step of its own
         max_blocks = max(1, -(-work_limit // block_format.block_work))
         added = self._plan(min(len(self._parts), self._room - first, max_blocks))
         if added:

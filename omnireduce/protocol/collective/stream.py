@@ -62,8 +62,8 @@ class ShardStream:
         self.heard_at, self.waiting = now, waiting
 
     def hangs(self, now: float, since: float, timeout_s: float) -> bool:
-        """Whether this shard has been quiet for longer than a shard that works. A shard that sends no result says
-        Waiting at the latest after half of the time limit, and again each time that the wait has doubled."""
+        """Whether this shard has been silent for so long that it must hang. A shard that works, but sends no result,
+        says Waiting after half of the time limit at the latest, and again each time that the wait has doubled."""
         waited_s = 0.0 if self.waiting is None else self.waiting.seconds
         return now - max(self.heard_at, since) >= max(timeout_s / 2, 2 * waited_s)
 

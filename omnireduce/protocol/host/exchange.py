@@ -184,14 +184,12 @@ class HostExchange:
         self._woken = np.zeros(ranks, np.int64)  # the number of the last sleep from which each rank was woken
         self._sleep = 0  # odd while this rank sleeps
         self._queue: deque[MemoryPass] = deque()
-        self._begun_passes, self._begun_chunks = (
-            0,
-            0,
-        )  # the number of passes before the current pass, and of their chunks
+        self._begun_passes = self._begun_chunks = 0  # passes before the current pass, and their chunks
         self._taken_steps = 0  # steps in the current pass
         self._is_prepared = False  # the state is that of the first pass of the queue
         self._is_stopped = False
-        self.fatal_reasons = [BY_ITSELF]  # a rank that left for one of these reasons ends the job when it is needed
+        # A rank that left for one of these reasons ends the job as soon as this rank waits for it.
+        self.fatal_reasons = [BY_ITSELF]
         self.own_blocks = 0  # the non-zero blocks that this rank brought to tensors
         self.sent_bytes = self.received_bytes = 0  # bytes of blocks put into this rank's region, and taken from others
         self._account = HostAccount()
@@ -420,11 +418,9 @@ class HostExchange:
         if not (self._is_prepared and anybody_left(self._state, self._ints)):
             return []
         departed = [rank for rank in range(self._ranks) if self._read(rank, LEFT) == reason]
-        awaited, s = (
-            self.awaited_ranks(),
-            self._state[0],
-        )  # read after `departed`: a rank takes no step after it has left
-        # With several hosts: it left before it passed results on
+        # Counters are read after `departed`: a rank takes no step after it has left.
+        awaited, s = self.awaited_ranks(), self._state[0]
+        # This rank also waits for a rank that left before it began or, with several hosts, before it passed results on.
         shown_chunks = s["base"] + s["chunks"] if s["shards"] else 0
         awaited += [
             rank

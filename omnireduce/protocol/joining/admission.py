@@ -101,18 +101,16 @@ class Replace(NamedTuple):
 AdmissionEffect = Answer | Admit | Announce | Replace
 
 
-NEWS_S = (
-    1.0  # seconds between two news of who waits or is missing: to tell all ranks of each newcomer takes N² messages
-)
+# Seconds between two news of who waits or is missing: to tell all ranks of each newcomer takes N² messages.
+NEWS_S = 1.0
 
 
 class Announcements:
     """Generations whose ranks know that workers wait. Workers that come and go before that are not announced."""
 
     def __init__(self) -> None:
-        self._announced: dict[
-            int, tuple[int, float]
-        ] = {}  # by generation: how many workers it knows of, and since when
+        # By generation: how many workers it knows of, and since when.
+        self._announced: dict[int, tuple[int, float]] = {}
         self._deserted: set[int] = set()  # generations for which no worker waits any more
 
     @property

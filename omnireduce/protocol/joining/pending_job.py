@@ -79,7 +79,7 @@ class PendingJob:
     stopped for newcomers. It starts at once when `spec.world_size` workers are here, with all of `expected` among them.
     These are the ranks that the workers of the last generation gave. When no survivor has come or gone for
     `spec.last_call_s`, it starts without waiting for `expected`. Then it may even start with fewer workers, but at
-    least `spec.min_ranks`, if one of them survived, or says so.
+    least `spec.min_ranks`, if one of them has proved, or only claims, that it was in the last generation.
 
     The job may take the room of generation `replaces`, once that has given it back. `terms`: the limits of its team.
     """

@@ -110,9 +110,8 @@ class _Process:
         self.open: weakref.WeakSet[Open] = weakref.WeakSet()
         self._ended_by: BaseException | None = None
         self._hook = self._remember  # kept as one object: `is` has to recognise it
-        self._replaced_hook: Callable[..., object] | None = (
-            None  # the hook that this one has replaced; None: it is not in place
-        )
+        # The hook that this one has replaced; None: this one is not in place.
+        self._replaced_hook: Callable[..., object] | None = None
         self._lock = threading.RLock()  # a signal handler may interrupt its owner
 
     def opened(self, communicator: Open) -> None:

@@ -4,8 +4,8 @@ The other ranks may wait for this rank already, or would mistake its next call f
 the place of the call. If all ranks refuse, each has its own error, and the job goes on. If some do not refuse, these
 have begun to send. Then the job ends on all ranks, with the refused call in the error, as if the calls had differed.
 
-A collective with parts of any size carries the reason in place of a part (see `packets`). Then all ranks get a
-UsageError, and the job goes on.
+A collective with parts of any size carries the reason in place of a part: see `protocol.collective.ragged_parts`. Then
+all ranks get a UsageError, and the job goes on.
 
 A rank does not wait for its own refusal, because its user needs the error at once. A thread makes sure that the other
 ranks hear it.

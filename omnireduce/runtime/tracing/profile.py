@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from omnireduce.runtime.tracing.trace import now
 
 MAX_SIZES = 4096  # the sizes that are counted separately
-SHOWN_SIZES = (
-    40  # the most sizes shown for one routine; if there are more, sizes between two powers of two are added up
-)
+# The most sizes shown for one routine; if there are more, sizes between two powers of two are added up.
+SHOWN_SIZES = 40
 WIDTH = 92
 RULE = "-" * WIDTH
 NOTE = """\

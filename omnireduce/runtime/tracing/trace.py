@@ -2,9 +2,9 @@
 
 A trace is a list of spans, each recorded when it ended. During the recording it is a file that is mapped to memory,
 `JOB-rankN.live`. So the records of a killed process are kept. In the end it becomes `JOB-rankN.npz`. The classes that
-record are in `links`, and in the modules `traced` of rank and shard. They are used only when `trace.folder` or
-`trace.timeline` is set. Times are nanoseconds of the monotonic clock, which all processes of a host share; `Origin`
-says how to compare them with the times of another host.
+record are in `links`, in `runtime.rank.traced_parts` and in `runtime.shard.traced`. They are used only when
+`trace.folder` or `trace.timeline` is set. Times are nanoseconds of the monotonic clock, which all processes of a host
+share; `Origin` says how to compare them with the times of another host.
 """
 
 from __future__ import annotations

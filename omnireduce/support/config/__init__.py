@@ -1,6 +1,4 @@
-"""The configuration. `schema`, `aggregator`, `protocol` and `security` define the keys, with the help of `meta`.
-`validation` has the checks of each key. `loading` reads it.
-"""
+"""The configuration. `schema` defines all keys, `validation` checks their values, and `loading` reads them."""
 
 from __future__ import annotations
 

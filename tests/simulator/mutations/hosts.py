@@ -107,8 +107,8 @@ MUTATIONS = (
         "who waits for a shard is blamed in the next collective",
         _MACHINE,
         "a rank that still waits for a shard that hangs is named before it can name the shard",
-        '"", not collective.descriptor.summed_by_host\n',
-        '"", False\n',
+        '"", collective.descriptor.summed_by_host\n',
+        '"", True\n',
         test=_TESTS + "test_a_rank_that_may_still_wait_for_its_shard_speaks_before_it_is_named",
     ),
     Mutation(

@@ -34,9 +34,8 @@ from omnireduce.runtime.rank.calls.arguments import (
 )
 from omnireduce.support.config.schema import Protocol as ProtocolConfig
 
-MAX_POOL_ARRAYS = (
-    6  # arrays that a pool remembers: a call with rows takes up to four, and users keep results of earlier calls
-)
+# Arrays that a pool remembers: a call with rows takes up to four, and users keep results of earlier calls.
+MAX_POOL_ARRAYS = 6
 
 
 class Pool:
