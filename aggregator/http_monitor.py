@@ -35,7 +35,7 @@ from omnireduce.aggregator.heartbeats import CHECK_S, Heartbeat
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, headers_of
 from omnireduce.aggregator.metrics import Answers, ShardCollector
-from omnireduce.aggregator.page_access import CHALLENGES, OPEN_PAGES, Pages, make_pages
+from omnireduce.aggregator.page_access import CHALLENGES, OPEN_PAGES, PageAccess, make_pages
 from omnireduce.aggregator.reload_on_hangup import reload_on_hangup
 from omnireduce.core.status_messages import Status
 from omnireduce.core.wire.safe_text import SHOWN, shown
@@ -79,7 +79,7 @@ class Monitor:
         names: Sequence[str],
         addresses: Sequence[str],
         heartbeats: Sequence[Heartbeat],
-        access: Pages = OPEN_PAGES,
+        access: PageAccess = OPEN_PAGES,
         purpose: str = MONITOR,
     ) -> None:
         self.access, self._purpose = access, purpose
@@ -323,7 +323,7 @@ def open_http(address: str) -> tuple[socket.socket, str]:
 def run_monitor(
     listener: socket.socket,
     config: Config,
-    access: Pages,
+    access: PageAccess,
     *,
     purpose: str,
     names: Sequence[str],

@@ -25,7 +25,7 @@ _BASIC = re.compile(r"basic +(\S+) *\Z", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PageAccess:
     """Rules of access to the pages. `tokens`: SHA-256 digests of the tokens; a request for metrics must have one of
     them; empty: no token is needed. `tls`: the TLS context of the pages; None: plain HTTP. `names`: the names of this
     host, beside those of loopback, under which pages are served; None: any name."""
@@ -52,10 +52,10 @@ class Pages:
         return not self.tokens or any(matches)
 
 
-OPEN_PAGES = Pages()
+OPEN_PAGES = PageAccess()
 
 
-def make_pages(metrics: Metrics) -> Pages:
+def make_pages(metrics: Metrics) -> PageAccess:
     """Read the access rules of the pages. Raises ConfigError."""
     tokens = read_lines(metrics.token_file, "metrics.token_file", "token") if metrics.token_file else []
     for token in tokens:
@@ -63,7 +63,7 @@ def make_pages(metrics: Metrics) -> Pages:
             expected = "letters, digits and . _ ~ + / - alone, as from: (umask 077; openssl rand -hex 32 > FILE)"
             raise ConfigError(f"{metrics.token_file}: got a token with other characters, expected {expected}")
     tls = aggregator_context(metrics, "metrics")
-    return Pages(tuple(map(_digest, tokens)), tls, None if tokens or tls else _own_names(metrics.listen))
+    return PageAccess(tuple(map(_digest, tokens)), tls, None if tokens or tls else _own_names(metrics.listen))
 
 
 def _own_names(listen: str) -> frozenset[str] | None:

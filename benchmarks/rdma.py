@@ -30,7 +30,7 @@ from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import Verbs
 from omnireduce.transport.slot_memory import private_slots
 from omnireduce.transport.verbs.devices import choose
-from omnireduce.transport.verbs.queue_pair import Queue
+from omnireduce.transport.verbs.queue_pair import VerbsQueuePair
 
 CARRIER = "verbs"
 SETTINGS = f"transport.kind={CARRIER}", "transport.host_exchange=off"
@@ -70,7 +70,8 @@ def message_cost(device: str) -> tuple[float, float]:
     """Microseconds of Python and verbs for sending one message, and for taking one; no bytes, one process."""
     settings, slots = Verbs(device=device), 64
     queues = [
-        Queue(choose(settings, ""), settings, private_slots(slots, 4096), private_slots(slots, 4096)) for _ in "ab"
+        VerbsQueuePair(choose(settings, ""), settings, private_slots(slots, 4096), private_slots(slots, 4096))
+        for _ in "ab"
     ]
     sender, receiver = queues
     sender.connect(receiver.endpoint)

@@ -25,7 +25,7 @@ from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.ragged_parts import RaggedParts, packed
 from omnireduce.protocol.collective.row_operands import RowSet
 from omnireduce.protocol.host.exchange import HostExchange, region_bytes
-from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.host.local_ranks import LocalRanks
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.protocol.shard import ShardMachine
 from omnireduce.protocol.sharding import Sharding

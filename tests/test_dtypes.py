@@ -11,7 +11,7 @@ from samples import DTYPES, awkward_values
 
 from omnireduce.core.dtypes import ELEMENT_TYPES, element_type
 from omnireduce.errors import UsageError
-from omnireduce.protocol.host.state import storage_of
+from omnireduce.protocol.host.exchange_state import storage_of
 
 
 def test_the_types() -> None:

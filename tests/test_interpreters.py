@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from local_cluster import Process
 
-from omnireduce.support.child_program import program_of
+from omnireduce.support.child_program_code import program_of
 
 WAITS = "import os, signal\nos.write(1, b'here\\n')\nsignal.pause()\n"
 IN_MAIN = """import os, signal

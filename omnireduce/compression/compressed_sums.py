@@ -18,7 +18,7 @@ from omnireduce.kernels.select import copy_blocks
 from omnireduce.protocol.collective.codecs import BlockCoder
 from omnireduce.runtime.rank.calls.single import check_codec
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 STEP_BYTES = 2  # about the bytes for the number of a single element
 # The work for a single element, as the bytes of blocks that take as long: over 1 Gbit/s, and in shared memory

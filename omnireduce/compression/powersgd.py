@@ -23,7 +23,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.factors import orthonormalise, product
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 
 def rank_for(shape: tuple[int, ...], max_rank: int) -> tuple[int, int, int]:

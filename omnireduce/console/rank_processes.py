@@ -16,7 +16,7 @@ import msgspec
 from omnireduce.errors import UsageError
 from omnireduce.launch.connection import RESULT_FD
 from omnireduce.launch.launch import launch_for_result
-from omnireduce.support.child_program import program_of
+from omnireduce.support.child_program_code import program_of
 from omnireduce.support.cli import reporting_errors
 from omnireduce.support.config import Config, load_config
 from omnireduce.support.logs import start_logs

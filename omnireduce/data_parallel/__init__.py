@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter
     from omnireduce.data_parallel.broadcasting import broadcast_parameters
-    from omnireduce.data_parallel.global_job import init
+    from omnireduce.data_parallel.default_communicator import init
     from omnireduce.data_parallel.optimizer import DistributedOptimizer
     from omnireduce.data_parallel.partition import Loader, partition_dataset
     from omnireduce.runtime.rank.global_communicator import is_initialized, rank, shutdown, size

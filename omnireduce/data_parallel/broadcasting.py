@@ -10,14 +10,14 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
-from omnireduce.data_parallel.global_job import communicator
+from omnireduce.data_parallel.default_communicator import communicator
 from omnireduce.data_parallel.optimizer import DistributedOptimizer
 from omnireduce.data_parallel.optimizer_state import OptimizerState
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.calls.arguments import check_root
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 NAME = "broadcast_parameters"
 

@@ -32,7 +32,7 @@ from omnireduce.data_parallel.queue_timeline import QueueTimeline
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.engine import FORKED
-from omnireduce.runtime.rank.shared_errors import mark_reported
+from omnireduce.runtime.rank.reported_errors import mark_reported
 from omnireduce.runtime.tracing.timeline import MEMCPY_IN
 from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import tagged

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.data_parallel.global_job import communicator
+from omnireduce.data_parallel.default_communicator import communicator
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 ToTensor = Callable[[Array], Any]
 

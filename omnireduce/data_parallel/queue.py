@@ -16,7 +16,7 @@ from omnireduce.data_parallel.negotiation import MAX_NAMES
 from omnireduce.data_parallel.operations import JOIN, Operation, Reduction, ReductionTemplate, RowReduction
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import is_reported, mark_reported, reason_of
+from omnireduce.runtime.rank.reported_errors import is_reported, mark_reported, reason_of
 
 RESERVED_NAMES = (JOIN, "(barrier)")
 LONGEST_NAME = NAME_CHARACTERS - 20  # there is more before it in the names of the collectives of a queue

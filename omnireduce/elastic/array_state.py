@@ -13,7 +13,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.elastic.loop import ATTEMPTS, State, keep_training
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 T = TypeVar("T")
 

@@ -18,12 +18,12 @@ from jax.experimental import io_callback
 from omnireduce.core.descriptor import Op
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.broadcasting import broadcast_arrays
-from omnireduce.data_parallel.global_job import communicator
+from omnireduce.data_parallel.default_communicator import communicator
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls.arguments import check_root
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 from omnireduce.support.rounding import scaled
 
 HostFunction = Callable[[Communicator, list[Array]], list[Array]]

@@ -13,7 +13,7 @@ from omnireduce.support.extras import need
 
 need("keras", "omnireduce.keras", "keras")  # before what fails without it
 
-from omnireduce.data_parallel.horovod import (
+from omnireduce.data_parallel.horovod_names import (
     Compression,
     ccl_built,
     cuda_built,

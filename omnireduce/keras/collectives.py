@@ -13,7 +13,7 @@ from typing import Any, cast
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel import session
 from omnireduce.data_parallel.dispatcher import Task
-from omnireduce.data_parallel.horovod import Compression, NoneCompressor
+from omnireduce.data_parallel.horovod_names import Compression, NoneCompressor
 from omnireduce.data_parallel.queue import Queue, QueueOp
 from omnireduce.data_parallel.scaling import Average, Scaling, make_scaling, root_of
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, submit_each, submit_named

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from omnireduce.core.dtypes import Array
-from omnireduce.data_parallel.horovod import Compression, NoneCompressor
+from omnireduce.data_parallel.horovod_names import Compression, NoneCompressor
 from omnireduce.data_parallel.scaling import Adasum, Average, Sum, make_scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set
 from omnireduce.errors import UsageError

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 from keras.src.saving.object_registration import GLOBAL_CUSTOM_NAMES
 
-from omnireduce.data_parallel.horovod import Compression, NoneCompressor
+from omnireduce.data_parallel.horovod_names import Compression, NoneCompressor
 from omnireduce.data_parallel.scaling import Average
 from omnireduce.errors import UsageError, a_type
 from omnireduce.keras.gradients import Settings

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from omnireduce.data_parallel.horovod import Compression, NoneCompressor
+from omnireduce.data_parallel.horovod_names import Compression, NoneCompressor
 from omnireduce.keras.optimizer import DistributedOptimizer
 
 

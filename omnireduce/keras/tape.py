@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from omnireduce.data_parallel.horovod import Compression, NoneCompressor
+from omnireduce.data_parallel.horovod_names import Compression, NoneCompressor
 from omnireduce.data_parallel.scaling import Average
 from omnireduce.errors import UsageError
 from omnireduce.keras.gradients import Settings

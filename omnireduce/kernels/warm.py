@@ -22,7 +22,7 @@ from omnireduce.kernels.array_checksum import LANES, mix_words
 from omnireduce.kernels.codecs.table import BUILT_IN
 from omnireduce.kernels.compiling.claims import Kernel, are_kept, share_out
 from omnireduce.kernels.compiling.jit import has_compiler, kernel_files, watching_the_compiler
-from omnireduce.kernels.exchange import await_step, next_step, run, run_with_rows
+from omnireduce.kernels.exchange_steps import await_step, next_step, run, run_with_rows
 from omnireduce.kernels.index_runs import expand_runs, list_runs
 from omnireduce.kernels.index_steps import STEP_BYTES, expand_steps, list_steps
 from omnireduce.kernels.interpret import run_on_blocks

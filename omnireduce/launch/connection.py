@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 
 from omnireduce.errors import ConfigError, TransportError
 from omnireduce.launch.hosts import is_this_host
-from omnireduce.support.child_program import TREE, program_of
+from omnireduce.support.child_program_code import TREE, program_of
 
 MAGIC = b"\0omnireduce-supervisor-1\n"  # no end of it is its beginning, so a search finds it behind any part of it
 MOST_NOISE = 1 << 20  # the most bytes before MAGIC

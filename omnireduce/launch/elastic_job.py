@@ -21,8 +21,8 @@ from typing import Protocol
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.launch.connection import CHUNK, STDERR, STDOUT, Connection, Signal
 from omnireduce.launch.hosts import Host, Slot, parse_lines, place_ranks
-from omnireduce.launch.job import InterruptedLaunchError, LaunchedJob
 from omnireduce.launch.launch import LOCALHOST, connect
+from omnireduce.launch.launched_job import InterruptedLaunchError, LaunchedJob
 from omnireduce.launch.launched_rank import LaunchedRank, how_it_ended
 from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput

@@ -21,12 +21,12 @@ from omnireduce.errors import AbortedError, ConfigError, RankFailedError, UsageE
 from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.command import run as command
 from omnireduce.launch.connection import STDERR, STDOUT
-from omnireduce.launch.job import LaunchedJob
 from omnireduce.launch.launch import STARTED_BY_US, connect, make_prefixed_output, names_of_hosts, start_ranks
+from omnireduce.launch.launched_job import LaunchedJob
 from omnireduce.launch.launched_rank import LaunchedRank
 from omnireduce.launch.output import TextSink
 from omnireduce.launch.plan import LaunchRequest
-from omnireduce.support.child_program import TREE, program_of
+from omnireduce.support.child_program_code import TREE, program_of
 from omnireduce.support.config import Config
 from omnireduce.support.extras import install
 from omnireduce.support.load_by_name import search_path

@@ -14,12 +14,12 @@ import msgspec
 from omnireduce.errors import ConfigError
 from omnireduce.launch.connection import STDERR, STDOUT, Connection, needs_ssh, supervisor_command
 from omnireduce.launch.hosts import Host, place_ranks
-from omnireduce.launch.job import LaunchedJob
+from omnireduce.launch.launched_job import LaunchedJob
 from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput, Sink, UnchangedOutput
 from omnireduce.launch.plan import LaunchRequest, Plan, check_command
 from omnireduce.support import processors
-from omnireduce.support.child_program import TREE
+from omnireduce.support.child_program_code import TREE
 from omnireduce.support.config import Config
 
 LOCALHOST = "localhost"

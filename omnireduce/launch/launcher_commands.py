@@ -17,10 +17,10 @@ from contextlib import suppress
 from omnireduce.errors import ConfigError
 from omnireduce.launch.connection import CHUNK
 from omnireduce.launch.hosts import Host, is_this_host, names_in
-from omnireduce.launch.job import LaunchedJob
+from omnireduce.launch.launched_job import LaunchedJob
 from omnireduce.launch.plan import LaunchRequest, Plan
 from omnireduce.support.addresses import loopback
-from omnireduce.support.child_program import TREE, program_of
+from omnireduce.support.child_program_code import TREE, program_of
 from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.support.extras import install
 

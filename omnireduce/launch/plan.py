@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from omnireduce.errors import ConfigError
 from omnireduce.launch.connection import AGGREGATOR, Connection, Start
 from omnireduce.launch.hosts import Host, Slot, is_this_host
-from omnireduce.launch.job import LaunchedJob
+from omnireduce.launch.launched_job import LaunchedJob
 from omnireduce.launch.rank_variables import (
     environ_as_bytes,
     environ_of_other_host,
@@ -35,7 +35,7 @@ from omnireduce.support.addresses import (
     parse_address,
     reachable_address,
 )
-from omnireduce.support.child_program import TREE, program_of
+from omnireduce.support.child_program_code import TREE, program_of
 from omnireduce.support.config import Config
 from omnireduce.support.config.schema import SECRET_VARIABLE
 from omnireduce.support.files.paths import current_folder

@@ -38,7 +38,7 @@ from omnireduce.runtime.rank.calls.arguments import check_root, find_overlap
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 NORM_EPS = 1e-6  # is added to the norm, as torch does
 

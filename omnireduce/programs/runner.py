@@ -24,7 +24,7 @@ from omnireduce.protocol.collective.dense_operands import as_writable
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import Comparison
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

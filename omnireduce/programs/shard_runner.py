@@ -27,7 +27,7 @@ from omnireduce.programs.runner import agreement_terms
 from omnireduce.programs.whole_tensor_operations import Update, WholeReduction
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.error_agreement import check_agreement, run_agreed
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 STATE = 0  # the number of the state; the communicator has no other
 

@@ -17,12 +17,12 @@ from omnireduce.protocol.collective.dense_operands import Operand
 from omnireduce.protocol.collective.effects import Effect, End, Finish, ReturnCredit, SendControl, Wake, Warn
 from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.mismatches import MismatchError
-from omnireduce.protocol.collective.parallel import Parallel, ThreadPool
+from omnireduce.protocol.collective.shard_threads import ShardThreads, ThreadPool
 from omnireduce.protocol.collective.stream import ShardStream
-from omnireduce.protocol.collective_deadline import CollectiveDeadline
 from omnireduce.protocol.host.exchange import BY_ITSELF, FAILED, RETIRED, HostExchange
 from omnireduce.protocol.host.faults import HostError, ShortageError
-from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.host.local_ranks import LocalRanks
+from omnireduce.protocol.rank_deadline import CollectiveDeadline
 from omnireduce.protocol.stalls import wait_text
 
 WARN_AFTER_S = 1.0  # a wait in memory of this length makes this rank say whom it waits for
@@ -60,7 +60,7 @@ class RankMachine:
         self._addresses, self._me, self.timeout_s = addresses, me, timeout_s
         self._collective_deadline = CollectiveDeadline(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
-        self.parallel = Parallel(threads, self._streams, self._under_way) if threads is not None else None
+        self.parallel = ShardThreads(threads, self._streams, self._under_way) if threads is not None else None
         self._next_number, self._waiting_for = 0, ""
         self._warned_at_s = self._wait_reported_at = self._report_at = self._fault_at = 0.0
         self._was_summed_by_host = True  # the ranks of each host summed the collective before the oldest one first

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from omnireduce.errors import AbortedError, RankFailedError, TransportError, UsageError, in_a_line
 from omnireduce.launch.connection import STDERR, STDOUT, Connection, supervisor_command
 from omnireduce.launch.hosts import place_ranks_on
-from omnireduce.launch.job import READY_S, LaunchedJob
+from omnireduce.launch.launched_job import READY_S, LaunchedJob
 from omnireduce.launch.output import PrefixedOutput, TextSink
 from omnireduce.launch.plan import LaunchRequest, Plan
 from omnireduce.launch.rank_variables import new_job_name, variables_of_rank

@@ -25,7 +25,7 @@ from omnireduce.errors import ClosedError, OmniReduceError, UsageError, in_a_lin
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.global_communicator import connect
 from omnireduce.runtime.rank.launcher_detection import own_launch
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 from omnireduce.support.config import Config
 from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import tagged

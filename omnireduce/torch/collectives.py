@@ -21,7 +21,7 @@ from torch import Tensor
 
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.dispatcher import Task
-from omnireduce.data_parallel.horovod import Compression
+from omnireduce.data_parallel.horovod_names import Compression
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Scaling, Sum, make_scaling, root_of
 from omnireduce.data_parallel.session import (

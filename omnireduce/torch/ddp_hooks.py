@@ -14,7 +14,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from omnireduce.errors import UsageError
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 from omnireduce.torch.backend.process_group import ProcessGroup
 from omnireduce.torch_backend import BACKEND
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 from omnireduce.compression.grace import Communicator, PowerSGDCompressor
 from omnireduce.compression.grace.base import class_text
 from omnireduce.errors import UsageError, a_type
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 from omnireduce.torch.gradient_hooks import ParameterNames, StepGradients
 from omnireduce.torch.tensors import gpus_of
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from omnireduce.data_parallel.horovod import NoneCompressor
+from omnireduce.data_parallel.horovod_names import NoneCompressor
 from omnireduce.data_parallel.scaling import Average, Scaling, Sum
 from omnireduce.data_parallel.session import ProcessSet, queue
 from omnireduce.errors import OmniReduceError, UsageError, a_type

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from omnireduce.compression.grace import Communicator as Grace
-from omnireduce.data_parallel.horovod import Compression
+from omnireduce.data_parallel.horovod_names import Compression
 from omnireduce.data_parallel.queue import QueueOp
 from omnireduce.data_parallel.scaling import Average, make_scaling
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, session_of

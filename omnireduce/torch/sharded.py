@@ -28,7 +28,7 @@ from omnireduce.data_parallel.session import communicator
 from omnireduce.errors import UsageError, a_type
 from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as ArrayOptimizer
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 from omnireduce.support.logs import tagged
 from omnireduce.torch.tensors import array_of, staged
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from local_cluster import WAIT_S
 
 from omnireduce import ConfigError, OmniReduceError, UsageError
-from omnireduce.console.bench.recorded import find_arrays
+from omnireduce.console.bench.recorded_tensors import find_arrays
 from omnireduce.console.tune.report import open_log
 from omnireduce.launch.command import parse_command_line
 from omnireduce.launch.connection import STDOUT

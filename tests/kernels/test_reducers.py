@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from local_cluster import ROOT
 
-from omnireduce.kernels import exchange, reduce
+from omnireduce.kernels import exchange_steps, reduce
 from omnireduce.kernels.reducers_by_type import REDUCERS, reducer_of
 from omnireduce.kernels.regions import STORAGES
 
@@ -46,11 +46,11 @@ def called(kernel: Any, seen: set[str]) -> Iterator[Any]:
 
 
 @compiled
-@pytest.mark.parametrize("kernel", [exchange.run, exchange.run_with_rows])
+@pytest.mark.parametrize("kernel", [exchange_steps.run, exchange_steps.run_with_rows])
 def test_no_arithmetic_is_compiled_into_the_exchange(kernel: Any) -> None:
     """Or it takes half a minute: each of eight types, with each operation, would be in it."""
     modules = [callee.py_func.__module__ for callee in called(kernel, set())]
-    assert exchange.__name__ in modules
+    assert exchange_steps.__name__ in modules
     assert reduce.__name__ not in modules
 
 

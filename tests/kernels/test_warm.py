@@ -167,9 +167,9 @@ def test_trouble_with_files_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog
 @pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="nothing is compiled")
 def test_ranks_that_exchange_nothing_in_memory_load_no_kernels_for_that() -> None:
     program = (
-        "from omnireduce.kernels import exchange, nonzero_blocks, warm\n"
+        "from omnireduce.kernels import exchange_steps, nonzero_blocks, warm\n"
         "warm.make_ready(warm.worker_kernels(in_memory=False))\n"
         "assert nonzero_blocks.pack_blocks.signatures\n"
-        "assert not exchange.run.signatures and not exchange.run_with_rows.signatures\n"
+        "assert not exchange_steps.run.signatures and not exchange_steps.run_with_rows.signatures\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -34,7 +34,7 @@ from omnireduce.launch.connection import (
     Started,
     frame,
 )
-from omnireduce.launch.job import InterruptedLaunchError, LaunchedJob
+from omnireduce.launch.launched_job import InterruptedLaunchError, LaunchedJob
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput, TextSink
 
 GREETING = Greeting(1, 40000)

@@ -17,7 +17,7 @@ from local_cluster import MPIRUN, READY_S, WAIT_S
 from omnireduce.errors import ConfigError
 from omnireduce.launch import launcher_commands
 from omnireduce.launch.hosts import Host
-from omnireduce.launch.job import InterruptedLaunchError, LaunchedJob
+from omnireduce.launch.launched_job import InterruptedLaunchError, LaunchedJob
 from omnireduce.launch.launcher_commands import _is_open_mpi, launcher_command, wrap_command
 from omnireduce.launch.output import UnchangedOutput
 from omnireduce.launch.plan import LaunchRequest

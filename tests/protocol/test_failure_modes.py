@@ -12,7 +12,7 @@ from samples import DTYPES, Array, sparse_tensor
 
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.core.wire.control import Cause, Hello, Leave, Pending, Waiting, decode_control, encode_control
-from omnireduce.protocol.collective_deadline import CollectiveDeadline
+from omnireduce.protocol.rank_deadline import CollectiveDeadline
 from omnireduce.transport.base import Event
 
 BLOCK = 8

@@ -15,7 +15,7 @@ from omnireduce.core.wire.control import Aborted, Cause, encode_control
 from omnireduce.kernels.regions import STATE
 from omnireduce.protocol.collective.effects import Effect, End, Finish
 from omnireduce.protocol.host.exchange import BY_ITSELF, HostExchange
-from omnireduce.protocol.host.state import Counts, Group
+from omnireduce.protocol.host.exchange_state import Counts, Group
 
 SEEDS = st.integers(0, 2**32 - 1)
 SIZES = st.integers(0, 40) | st.integers(0, 700) | st.sampled_from([0, 1, 7, 8, 9, 17, 255, 256, 257, 300])

@@ -29,7 +29,7 @@ from omnireduce.kernels.chunk import NON_ZERO, PRESENT
 from omnireduce.kernels.regions import STATE
 from omnireduce.protocol.collective.dense_operands import DenseTensor, HostSum
 from omnireduce.protocol.collective.effects import End
-from omnireduce.protocol.host.state import Group, PassKind, preset
+from omnireduce.protocol.host.exchange_state import Group, PassKind, preset
 from omnireduce.protocol.sharding import Sharding
 
 SEEDS = st.integers(0, 2**32 - 1)

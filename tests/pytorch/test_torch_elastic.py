@@ -18,7 +18,7 @@ from local_cluster import ROOT, WAIT_S, Daemon
 
 import omnireduce.torch as hvd
 from omnireduce import AbortedError
-from omnireduce.data_parallel.horovod import Compression
+from omnireduce.data_parallel.horovod_names import Compression
 from omnireduce.data_parallel.sampling import Sampling
 from omnireduce.data_parallel.scaling import Scaling
 from omnireduce.data_parallel.session import ProcessSet

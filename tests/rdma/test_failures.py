@@ -30,7 +30,7 @@ from omnireduce.transport.slot_memory import private_slots
 from omnireduce.transport.verbs import devices as verbs_devices
 from omnireduce.transport.verbs.devices import choose, get_device_list, list_ports
 from omnireduce.transport.verbs.link import Failure, Write
-from omnireduce.transport.verbs.queue_pair import Queue
+from omnireduce.transport.verbs.queue_pair import VerbsQueuePair
 
 VERBS = "transport.kind=verbs"
 OVER = over("verbs")
@@ -58,12 +58,12 @@ def resources() -> list[str]:
     return [line for line in result.stdout.splitlines() if "rxe0" in line]
 
 
-def queue(settings: Verbs) -> Queue:
+def queue(settings: Verbs) -> VerbsQueuePair:
     slots = (private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
-    return Queue(choose(settings, local_address=""), settings, *slots)
+    return VerbsQueuePair(choose(settings, local_address=""), settings, *slots)
 
 
-def failure(queue: Queue) -> str:
+def failure(queue: VerbsQueuePair) -> str:
     """The reason that the queue gives within the bound."""
     deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:

@@ -19,7 +19,7 @@ from transports import KINDS, MEMORY, TRANSPORTS, over
 from omnireduce import AbortedError, ClosedError, Communicator, UsageError
 from omnireduce.runtime.aggregator_client import ask
 from omnireduce.runtime.rank import joining
-from omnireduce.runtime.rank.shared_errors import reason_of
+from omnireduce.runtime.rank.reported_errors import reason_of
 from omnireduce.support.config import Config
 
 INDICES = np.array([1, 3])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import TypeVar
 
-from omnireduce.protocol.collective.parallel import ThreadPool
+from omnireduce.protocol.collective.shard_threads import ThreadPool
 
 T = TypeVar("T")
 

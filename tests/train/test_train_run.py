@@ -15,7 +15,7 @@ import pytest
 from local_cluster import MPIRUN, ROOT, Daemon, Ranks, configured, run_job, start_job, unique_job
 from transports import BY_SHARDS, MEMORY, over
 
-from omnireduce.console.bench.recorded import find_arrays
+from omnireduce.console.bench.recorded_tensors import find_arrays
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.communicator import Communicator

@@ -10,7 +10,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.support.config import Verbs
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.link import QueuePair
-from omnireduce.transport.verbs.queue_pair import Queue
+from omnireduce.transport.verbs.queue_pair import VerbsQueuePair
 
 from .pairs import VerbsPair
 
@@ -24,12 +24,12 @@ class RdmaPair(VerbsPair):
     name = "rdma"
 
     def connected(self, left: Sequence[Array], right: Sequence[Array]) -> tuple[QueuePair, QueuePair]:
-        one, two = Queue(CHOICE, SETTINGS, *left), Queue(CHOICE, SETTINGS, *right)
+        one, two = VerbsQueuePair(CHOICE, SETTINGS, *left), VerbsQueuePair(CHOICE, SETTINGS, *right)
         one.connect(two.endpoint)
         two.connect(one.endpoint)
         return one, two
 
     def overlong(self, queue: QueuePair, nbytes: int, immediate: int) -> None:
-        assert isinstance(queue, Queue)
+        assert isinstance(queue, VerbsQueuePair)
         slot = queue._slots[0]
         queue._post(SGE(slot.addr, nbytes, slot.lkey), queue._peer.address, immediate)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 
 from omnireduce.console.bench.mpi import MpiAllreduce
-from omnireduce.console.bench.recorded import RANK
+from omnireduce.console.bench.recorded_tensors import RANK
 from omnireduce.core.dtypes import Array
 from omnireduce.elastic import ElasticState, run_elastic
 from omnireduce.errors import UsageError

@@ -23,7 +23,7 @@ from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import global_communicator
 from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.communicator import Communicator as Member  # GRACE's Communicator is another class
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 from omnireduce.support.logs import tagged
 
 NEAR_THRESHOLD = 1e-6  # a magnitude so near to the threshold, as a share of it, may be sent or not

@@ -24,7 +24,7 @@ from omnireduce.kernels.codecs.means import MEANS_BYTES
 from omnireduce.kernels.codecs.table import NONE, codec_named
 from omnireduce.runtime.rank.calls.arguments import whole_number
 from omnireduce.runtime.rank.communicator import Communicator as Member
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 
 class AllToAll(BuiltInCommunicator):

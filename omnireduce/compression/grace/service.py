@@ -21,7 +21,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError
 from omnireduce.kernels.codecs.table import NONE
 from omnireduce.runtime.rank.communicator import Communicator as Member
-from omnireduce.runtime.rank.shared_errors import report_errors_to
+from omnireduce.runtime.rank.reported_errors import report_errors_to
 
 
 class Aggregator(BuiltInCommunicator):

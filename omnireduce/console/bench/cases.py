@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from omnireduce.console.bench.data import Dataset, TensorSource, check_data, check_reduction
-from omnireduce.console.bench.recorded import RecordedArray, RecordedTensors, find_arrays
+from omnireduce.console.bench.recorded_tensors import RecordedArray, RecordedTensors, find_arrays
 from omnireduce.core.descriptor import Op
 from omnireduce.support.config import Config
 from omnireduce.support.printing import density_text, short_count, short_time, times_text

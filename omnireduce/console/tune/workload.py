@@ -9,7 +9,7 @@ import numpy as np
 
 from omnireduce.console.bench.cases import Case, RecordedCase, SyntheticCase
 from omnireduce.console.bench.data import TensorSource
-from omnireduce.console.bench.recorded import find_arrays
+from omnireduce.console.bench.recorded_tensors import find_arrays
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.queue import Queue
 from omnireduce.errors import ConfigError

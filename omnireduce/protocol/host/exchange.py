@@ -1,7 +1,7 @@
 """The exchange of one rank with the other ranks of its host, in memory that each of them writes and all read.
 
-The step function is compiled (`kernels.exchange`). This module keeps the collectives under way in order, and says which
-ranks this rank waits for. It is pure: the memory is an array, and an effect wakes a sleeping rank.
+The step function is compiled (`kernels.exchange_steps`). This module keeps the collectives under way in order, and says
+which ranks this rank waits for. It is pure: the memory is an array, and an effect wakes a sleeping rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omnireduce.core.dtypes import Array
 from omnireduce.core.status_messages import LISTED
 from omnireduce.core.wire.control import Report
 from omnireduce.kernels.chunk import BATCH
-from omnireduce.kernels.exchange import (
+from omnireduce.kernels.exchange_steps import (
     BROKEN,
     DIFFERS,
     DONE,
@@ -55,10 +55,10 @@ from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.dense_operands import AGREEMENT, RowBlocks, TensorBlocks
 from omnireduce.protocol.collective.effects import Wake
 from omnireduce.protocol.collective.row_operands import RowSum
+from omnireduce.protocol.host.exchange_state import Counts, Group, HostAccount, PassKind, preset
 from omnireduce.protocol.host.faults import HostError, ShortageError, check_begun, encoded_at
-from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.host.local_ranks import LocalRanks
 from omnireduce.protocol.host.row_memory import HostRows
-from omnireduce.protocol.host.state import Counts, Group, HostAccount, PassKind, preset
 
 _NO_NOTES = np.zeros(0, np.uint8)
 

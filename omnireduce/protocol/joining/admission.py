@@ -36,7 +36,7 @@ from omnireduce.core.wire.control import (
     other_version,
 )
 from omnireduce.core.wire.safe_text import listed
-from omnireduce.protocol.host.groups import JobRank, LocalRanks, hosts_of
+from omnireduce.protocol.host.local_ranks import JobRank, LocalRanks, hosts_of
 from omnireduce.protocol.joining import tickets
 from omnireduce.protocol.joining.checks import (
     ADVICE,

@@ -41,7 +41,7 @@ from omnireduce.core.wire.control import (
 from omnireduce.core.wire.safe_text import shown
 from omnireduce.errors import OmniReduceError, ProtocolError, RefusedError, TransportError
 from omnireduce.protocol.collective.effects import SendControl, error_of
-from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.host.local_ranks import LocalRanks
 from omnireduce.protocol.joining.authentication import UNHEARD
 from omnireduce.protocol.joining.compiling import COMPILING_S
 from omnireduce.protocol.joining.pending_job import worker_name

@@ -56,7 +56,7 @@ from omnireduce.runtime.rank.launcher_detection import Launch, check_told_apart,
 from omnireduce.runtime.rank.process_groups import check_group, config_of_group, job_of_group, refuse_to_come
 from omnireduce.runtime.rank.profiler import Profiler
 from omnireduce.runtime.rank.refusals import settle, tell_ranks
-from omnireduce.runtime.rank.shared_errors import mark_reported, reason_of, reported_names
+from omnireduce.runtime.rank.reported_errors import mark_reported, reason_of, reported_names
 from omnireduce.runtime.tracing.timeline import NoTimeline
 from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.config import Config, check_config

@@ -42,7 +42,7 @@ from omnireduce.runtime.embedded_messages import (
 from omnireduce.runtime.file_descriptors import shortage
 from omnireduce.runtime.rank.launcher_detection import Launch, check_told_apart, identity_of
 from omnireduce.support.addresses import BACKLOG, Address, loopback
-from omnireduce.support.child_program import TREE, program_of
+from omnireduce.support.child_program_code import TREE, program_of
 from omnireduce.support.config import Config, Security
 from omnireduce.support.control_groups import OutOfMemory
 from omnireduce.support.load_by_name import search_path

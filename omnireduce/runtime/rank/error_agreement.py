@@ -15,7 +15,7 @@ from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls import single
 from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.handles import Handle
-from omnireduce.runtime.rank.shared_errors import mark_reported, reason_of
+from omnireduce.runtime.rank.reported_errors import mark_reported, reason_of
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -32,7 +32,7 @@ from omnireduce.errors import ClosedError, OmniReduceError, ProtocolError, Trans
 from omnireduce.protocol.collective.effects import SendControl
 from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.host.exchange import region_bytes
-from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.host.local_ranks import LocalRanks
 from omnireduce.protocol.joining.pending_job import worker_name
 from omnireduce.protocol.joining.worker_joining import (
     Connect,

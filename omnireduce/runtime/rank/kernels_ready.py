@@ -31,7 +31,7 @@ from omnireduce.kernels.warm import (
     worker_kernels,
 )
 from omnireduce.protocol.host.exchange import HostExchange
-from omnireduce.protocol.host.state import storage_of
+from omnireduce.protocol.host.exchange_state import storage_of
 from omnireduce.runtime.rank.joining import memory_key
 from omnireduce.support.config import Config
 from omnireduce.support.logs import BoundLog, tagged

@@ -26,7 +26,7 @@ from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.runtime.rank.calls.single import Call, CallContext
 from omnireduce.runtime.rank.channels import RankChannels
 from omnireduce.runtime.rank.engine import Engine
-from omnireduce.runtime.rank.shared_errors import is_reported, mark_reported, reason_of
+from omnireduce.runtime.rank.reported_errors import is_reported, mark_reported, reason_of
 from omnireduce.support.exit_gate import exit_gate
 
 SETTLE_S = 2.0  # the longest wait of a rank that leaves for the others to hear its refusal

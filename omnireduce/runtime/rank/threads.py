@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from omnireduce.errors import UsageError
-from omnireduce.protocol.collective.parallel import Parallel, T, ThreadPool
+from omnireduce.protocol.collective.shard_threads import ShardThreads, T, ThreadPool
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.launcher_detection import detect_launch
@@ -165,7 +165,7 @@ class ParallelDriver(Driver):
         for peer, events in parallel.pool.run([partial(self._read_ahead, parallel, peer) for peer in sorted(peers)]):
             self.take(peer, events)
 
-    def _read_ahead(self, parallel: Parallel, peer: int) -> tuple[int, Sequence[Event]]:
+    def _read_ahead(self, parallel: ShardThreads, peer: int) -> tuple[int, Sequence[Event]]:
         """Read the link, and do the work that concerns this peer alone."""
         events = self.read(peer)
         for event in events:

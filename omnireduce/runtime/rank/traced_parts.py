@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from omnireduce.core.descriptor import PACKED, Descriptor
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.exchange import DONE, WAITS
+from omnireduce.kernels.exchange_steps import DONE, WAITS
 from omnireduce.protocol.collective.collective import Collective
 from omnireduce.protocol.collective.dense_operands import (
     EncodeBlocks,
@@ -21,7 +21,7 @@ from omnireduce.protocol.collective.dense_operands import (
     WriteBlocks,
 )
 from omnireduce.protocol.host.exchange import STEPS, HostExchange
-from omnireduce.protocol.host.groups import LocalRanks
+from omnireduce.protocol.host.local_ranks import LocalRanks
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.rank.calls.single import Call
 from omnireduce.runtime.rank.engine import Engine

@@ -31,7 +31,7 @@ from omnireduce.protocol.collective.block_programs import ShardStates
 from omnireduce.protocol.collective.effects import AbortKind, End, Warn
 from omnireduce.protocol.collective.index_lists import MessageSizing
 from omnireduce.protocol.collective.reduction import Budget, Reduction
-from omnireduce.protocol.host.groups import delegates_of, readers_of
+from omnireduce.protocol.host.local_ranks import delegates_of, readers_of
 from omnireduce.protocol.joining.admission import members_of, welcomes_of, with_places
 from omnireduce.protocol.joining.pending_job import member_name
 from omnireduce.protocol.relay import RelayMachine

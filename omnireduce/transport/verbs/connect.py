@@ -16,7 +16,7 @@ from omnireduce.transport.slot_memory import private_slots
 from omnireduce.transport.tcp import TcpLink
 from omnireduce.transport.verbs.devices import choose
 from omnireduce.transport.verbs.link import VerbsLink
-from omnireduce.transport.verbs.queue_pair import Queue
+from omnireduce.transport.verbs.queue_pair import VerbsQueuePair
 
 
 class Offer:
@@ -58,14 +58,16 @@ def answer(
         raise
 
 
-def _queue(control: TcpLink, settings: Verbs, send_slots: Array, receive_slots: Array, *, anywhere: bool) -> Queue:
+def _queue(
+    control: TcpLink, settings: Verbs, send_slots: Array, receive_slots: Array, *, anywhere: bool
+) -> VerbsQueuePair:
     local_address = _ipv4(control.local_host)
     choice = choose(settings, local_address)
     if not anywhere and choice.gid.ipv4 != local_address:
         raise TransportError(
             f"no RDMA port here has the address of the connection, {local_address or control.local_host}"
         )
-    return Queue(choice, settings, send_slots, receive_slots)
+    return VerbsQueuePair(choice, settings, send_slots, receive_slots)
 
 
 def _ipv4(text: str) -> str:

@@ -45,7 +45,7 @@ class Failure(NamedTuple):
 
 
 class QueuePair(Protocol):
-    """The part of `verbs.queue_pair.Queue` that a link needs."""
+    """The part of `verbs.queue_pair.VerbsQueuePair` that a link needs."""
 
     descriptor: int
     unacknowledged: int

@@ -47,7 +47,7 @@ FATAL = {  # events after which writes may be lost
 MEMORY_REFUSED = (errno.ENOMEM, errno.EAGAIN)  # beyond the limit of locked memory
 
 
-class Queue:
+class VerbsQueuePair:
     """The end of one connection. `send_slots`, `receive_slots`: uint8 (slots, slot bytes), registered here.
 
     The peer may write to the receive slots, and to nothing else. Raises TransportError when the device refuses.

@@ -72,7 +72,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a host divides a mean",
-        "omnireduce.protocol.host.state",
+        "omnireduce.protocol.host.exchange_state",
         "a mean over several hosts is divided twice",
         'op_code("sum" if descriptor.op == "mean" and kind not in ("tensor", "rows") else descriptor.op, element)',
         "op_code(descriptor.op, element)",
@@ -129,7 +129,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows do not count as summed",
-        "omnireduce.kernels.exchange",
+        "omnireduce.kernels.exchange_steps",
         "a host never stages the tensor that follows rows",
         "    for counter_word in (SUMMED, COMBINED, COLLECTED):\n",
         "    for counter_word in (COMBINED, COLLECTED):\n",

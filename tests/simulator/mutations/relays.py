@@ -7,7 +7,7 @@ from .base import Mutation
 _OF_RELAYS = 3 * 10**12  # seeds, as `draw` draws them
 _RELAY = "omnireduce.protocol.relay"
 _ADMISSION = "omnireduce.runtime.shard.relay_admission"
-_HOSTS = "omnireduce.protocol.host.groups"
+_HOSTS = "omnireduce.protocol.host.local_ranks"
 _SENDERS = "omnireduce.protocol.shard"
 _TESTS = "tests/runtime/test_relaying.py::"
 _MACHINE_TESTS = "tests/protocol/test_relay.py::"

@@ -6,7 +6,7 @@ from .base import Mutation
 
 _MACHINE = "omnireduce.protocol.rank"
 _STREAM = "omnireduce.protocol.collective.stream"
-_PATIENCE = "omnireduce.protocol.collective_deadline"
+_PATIENCE = "omnireduce.protocol.rank_deadline"
 _OPERANDS = "omnireduce.protocol.collective.dense_operands"
 _ROWS = "omnireduce.protocol.collective.row_operands"
 
@@ -54,11 +54,11 @@ MUTATIONS = (
         "with threads, a message that breaks the protocol is passed over",
         "            raise ProtocolError(outcome)\n",
         "            return None\n",
-        test="tests/protocol/test_parallel.py::test_a_broken_message_that_is_placed_ahead_raises_in_its_turn",
+        test="tests/protocol/test_shard_threads.py::test_a_broken_message_that_is_placed_ahead_raises_in_its_turn",
     ),
     Mutation(
         "worker divides what its threads share",
-        "omnireduce.protocol.collective.parallel",
+        "omnireduce.protocol.collective.shard_threads",
         "the rows that shards return are put into one array by several threads",
         "return large and all(collective.sent.is_divisible for collective in self._under_way)",
         "return large",
@@ -269,7 +269,7 @@ MUTATIONS = (
     ),
     Mutation(
         "worker blames the last wait, not the longest",
-        "omnireduce.protocol.collective_deadline",
+        "omnireduce.protocol.rank_deadline",
         "a rank is blamed because the shard stood still before it read its message",
         " or latest.seconds >= longest_s):\n",
         " or latest.seconds > 0):\n",

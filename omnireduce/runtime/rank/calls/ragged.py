@@ -20,7 +20,7 @@ from omnireduce.runtime.rank.calls.arguments import (
 )
 from omnireduce.runtime.rank.calls.objects import from_bytes, to_bytes
 from omnireduce.runtime.rank.calls.single import Call, CallContext, once
-from omnireduce.runtime.rank.shared_errors import mark_reported, set_replacement
+from omnireduce.runtime.rank.reported_errors import mark_reported, set_replacement
 
 S = TypeVar("S", bound=np.generic)
 NOTHING = np.empty((0, PACKET_BYTES), np.uint8)

@@ -15,7 +15,7 @@ from oracle import reduce_in_rank_order
 from samples import CASES, sparse_tensor
 
 from omnireduce.console.bench.cases import Row, recorded_cases
-from omnireduce.console.bench.recorded import RecordedTensors, find_arrays
+from omnireduce.console.bench.recorded_tensors import RecordedTensors, find_arrays
 from omnireduce.console.bench.run import run_case
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError

@@ -26,7 +26,7 @@ class ThreadPool(Protocol):
         """End the threads."""
 
 
-class Parallel:
+class ShardThreads:
     """A worker's work for its shards, divided among the threads of `pool`. `streams`: one for each shard."""
 
     def __init__(self, pool: ThreadPool, streams: Sequence[ShardStream], under_way: Collection[Collective]) -> None:
