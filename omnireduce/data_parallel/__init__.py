@@ -30,15 +30,15 @@ else:
         "DistributedOptimizer": "optimizer",
         "Loader": "partition",
         "broadcast_parameters": "broadcasting",
-        "init": "global_job",
+        "init": "default_communicator",
         "partition_dataset": "partition",
     }
-    _WORLD_MODULE = "omnireduce.runtime.rank.global_communicator"
+    _GLOBAL_MODULE = "omnireduce.runtime.rank.global_communicator"
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'omnireduce.data_parallel' has no attribute {name!r}")
-        module = f"omnireduce.data_parallel.{_MODULES[name]}" if name in _MODULES else _WORLD_MODULE
+        module = f"omnireduce.data_parallel.{_MODULES[name]}" if name in _MODULES else _GLOBAL_MODULE
         attribute = getattr(import_module(module), name)
         globals()[name] = attribute  # from now on this function is not asked for it
         return attribute
