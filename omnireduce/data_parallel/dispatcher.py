@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,12 +38,6 @@ from omnireduce.support.exit_gate import exit_gate
 from omnireduce.support.logs import tagged
 
 
-class Waiter(Protocol):
-    """The part of a dispatcher that a task uses."""
-
-    def wait_for(self, task: Task, timeout_s: float | None) -> None: ...
-
-
 class FailedTask(NamedTuple):
     """In place of a result."""
 
@@ -55,7 +49,7 @@ class Task:
 
     __slots__ = ("_dispatcher", "error", "is_done", "operation", "result", "since")
 
-    def __init__(self, dispatcher: Waiter, operation: Operation) -> None:
+    def __init__(self, dispatcher: Dispatcher, operation: Operation) -> None:
         self._dispatcher, self.operation, self.since = dispatcher, operation, time.monotonic()
         self.is_done = False
         self.result: Any = None

@@ -9,6 +9,26 @@ from typing import Any
 
 import numpy as np
 
+from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Sum
+from omnireduce.data_parallel.session import (
+    ProcessSet,
+    add_process_set,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+
 
 class NoneCompressor:
     """Sends gradients as they are."""
@@ -67,3 +87,40 @@ def _is_not_built() -> bool:
 
 mpi_built = mpi_enabled = gloo_built = gloo_enabled = _is_not_built
 nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _is_not_built
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "ccl_built",
+    "check_extension",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]

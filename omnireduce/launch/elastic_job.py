@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from omnireduce.errors import ConfigError, OmniReduceError
 from omnireduce.launch.connection import CHUNK, STDERR, STDOUT, Connection, Signal
@@ -39,19 +38,6 @@ _MOST_LISTED = 1 << 20  # the most bytes that it may print
 log = logging.getLogger("omnireduce")
 
 
-class HostReceiver(Protocol):
-    """A job that takes hosts, and watches descriptors."""
-
-    def watch(self, descriptor: int, act: Callable[[], None]) -> None:
-        """Call `act` when the descriptor is readable."""
-
-    def forget(self, descriptor: int) -> None:
-        """Stop watching this descriptor."""
-
-    def take_hosts(self, hosts: Sequence[Host]) -> None:
-        """Use these hosts from now on."""
-
-
 class Discovery:
     """Runs the script, without waiting for it. `slots`: the slots of hosts for which it prints no number.
 
@@ -67,7 +53,7 @@ class Discovery:
         self._started_at: float | None = None  # the time of its last start
         self._text = bytearray()
 
-    def start_if_due(self, job: HostReceiver) -> None:
+    def start_if_due(self, job: ElasticJob) -> None:
         """Start the script, if it has not run for a while; `job.take_hosts` gets its hosts. Raises ConfigError if even
         its first run could not be started."""
         now = time.monotonic()
@@ -80,7 +66,7 @@ class Discovery:
             self._start(job)
             self._started_at = now
 
-    def _start(self, job: HostReceiver) -> None:
+    def _start(self, job: ElasticJob) -> None:
         try:
             process = subprocess.Popen(
                 [self._script], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
@@ -111,7 +97,7 @@ class Discovery:
         self._text += data[: _MOST_LISTED + 1 - len(self._text)]
         return len(data)
 
-    def _finish(self, job: HostReceiver, pid: int) -> None:
+    def _finish(self, job: ElasticJob, pid: int) -> None:
         exit_info, left_bytes = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT), _MOST_LISTED
         assert exit_info is not None
         while left_bytes > 0 and (read_bytes := self._read()):  # bounded: processes that it has started may print on

@@ -118,53 +118,49 @@ class Expression(ABC):
         raise error_at(user_line(), "a value is not known while a program is written: use Ite(condition, a, b)")
 
     def __add__(self, other: Expression | Number) -> Expression:
-        return _arithmetic("+", self, other)
+        return Arithmetic("+", self, other)
 
     def __radd__(self, other: Number) -> Expression:
-        return _arithmetic("+", other, self)
+        return Arithmetic("+", other, self)
 
     def __sub__(self, other: Expression | Number) -> Expression:
-        return _arithmetic("-", self, other)
+        return Arithmetic("-", self, other)
 
     def __rsub__(self, other: Number) -> Expression:
-        return _arithmetic("-", other, self)
+        return Arithmetic("-", other, self)
 
     def __mul__(self, other: Expression | Number) -> Expression:
-        return _arithmetic("*", self, other)
+        return Arithmetic("*", self, other)
 
     def __rmul__(self, other: Number) -> Expression:
-        return _arithmetic("*", other, self)
+        return Arithmetic("*", other, self)
 
     def __truediv__(self, other: Expression | Number) -> Expression:
-        return _arithmetic("/", self, other)
+        return Arithmetic("/", self, other)
 
     def __rtruediv__(self, other: Number) -> Expression:
-        return _arithmetic("/", other, self)
+        return Arithmetic("/", other, self)
 
     def __pow__(self, other: Expression | Number) -> Expression:
-        return _arithmetic("**", self, other)
+        return Arithmetic("**", self, other)
 
     def __rpow__(self, other: Number) -> Expression:
-        return _arithmetic("**", other, self)
+        return Arithmetic("**", other, self)
 
     def __gt__(self, other: Expression | Number) -> Expression:
-        return _arithmetic(">", self, other)
+        return Arithmetic(">", self, other)
 
     def __ge__(self, other: Expression | Number) -> Expression:
-        return _arithmetic(">=", self, other)
+        return Arithmetic(">=", self, other)
 
     def __lt__(self, other: Expression | Number) -> Expression:
-        return _arithmetic("<", self, other)
+        return Arithmetic("<", self, other)
 
     def __le__(self, other: Expression | Number) -> Expression:
-        return _arithmetic("<=", self, other)
+        return Arithmetic("<=", self, other)
 
     def __neg__(self) -> Expression:
-        return _arithmetic("-", 0, self)
-
-
-def _arithmetic(symbol: str, left: Expression | Number, right: Expression | Number) -> Expression:
-    return Arithmetic(symbol, left, right)
+        return Arithmetic("-", 0, self)
 
 
 class Input(Expression):

@@ -8,6 +8,7 @@ all these messages on to the other ranks unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 from msgspec import Meta, Struct, msgpack
@@ -52,15 +53,6 @@ class EmbeddingFailed(Struct, frozen=True, tag="failed"):
 
 News = Compiling | Ready | EmbeddingFailed
 encode = msgpack.Encoder().encode
-_news_decoder: msgpack.Decoder[News] = msgpack.Decoder(News)
-_order_decoder = msgpack.Decoder(Order)
-
-
-def decode_news(data: bytes) -> News:
-    """Raises msgspec.DecodeError, a ValueError, for anything else."""
-    return _news_decoder.decode(data)
-
-
-def decode_order(data: bytes) -> Order:
-    """Raises msgspec.DecodeError, a ValueError, for anything else."""
-    return _order_decoder.decode(data)
+# Both raise msgspec.DecodeError, a ValueError, for anything else.
+decode_news: Callable[[bytes], News] = msgpack.Decoder(News).decode
+decode_order = msgpack.Decoder(Order).decode

@@ -141,13 +141,5 @@ class Command(click.Command):
             return super().invoke(ctx)
 
 
-class Group(click.Group):
+class Group(Command, click.Group):
     """A group that reports errors, its own and those of its subcommands."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        lose_unwritable_logs()
-        return super().main(*args, **kwargs)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        with reporting_errors():
-            return super().invoke(ctx)

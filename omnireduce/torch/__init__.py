@@ -13,39 +13,8 @@ from omnireduce.support.extras import need
 
 need("torch", "omnireduce.torch", "torch")  # before what fails without it
 
-from omnireduce.data_parallel.horovod_names import (
-    Compression,
-    ccl_built,
-    check_extension,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Sum
-from omnireduce.data_parallel.session import (
-    ProcessSet,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from omnireduce.data_parallel import horovod_names
+from omnireduce.data_parallel.horovod_names import *
 from omnireduce.errors import AbortedError as HorovodInternalError
 from omnireduce.torch import elastic
 from omnireduce.torch.backend.launch_variables import local_first, set_torch_variables
@@ -98,21 +67,12 @@ register_tensor_codecs()
 register()
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
-    "Max",
-    "Min",
     "ProcessGroup",
-    "ProcessSet",
-    "Product",
     "ShardedOptimizer",
     "State",
-    "Sum",
     "SyncBatchNorm",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -132,16 +92,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "ccl_built",
-    "check_extension",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grace_hook",
     "grouped_allgather",
     "grouped_allgather_async",
@@ -151,27 +102,12 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
     "local_first",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
     "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
     "synchronize",
 ]
+__all__ += horovod_names.__all__

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from omnireduce.console.bench.data import Dataset, TensorSource, check_data, check_reduction
+from omnireduce.console.bench.data import Dataset, check_data, check_reduction
 from omnireduce.console.bench.recorded_tensors import RecordedArray, RecordedTensors, find_arrays
 from omnireduce.core.descriptor import Op
 from omnireduce.support.config import Config
@@ -103,32 +103,6 @@ def _cells(row: Row, *, against_mpi: bool) -> list[tuple[str, int, str]]:
 T = TypeVar("T")
 
 
-class Case(Protocol):
-    """One row of a benchmark: a tensor of `elements` on each rank, and which reduction of it."""
-
-    @property
-    def elements(self) -> int: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def op(self) -> Op: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def data(self) -> str:
-        """The tensors in a few words."""
-
-    def check(self, world_size: int) -> None:
-        """Raise UsageError if `tensors` would, without making them."""
-
-    def tensors(self, world_size: int) -> TensorSource:
-        """Make the tensors. Raises UsageError if that is not possible."""
-
-
 @dataclass(frozen=True, slots=True)
 class SyntheticCase:
     """A `Case` of synthetic tensors; see `Dataset`."""
@@ -194,6 +168,12 @@ class RecordedCase:
 
     def tensors(self, world_size: int) -> TensorSource:
         return RecordedTensors(self.array, self.op, self.block_size)
+
+
+# One row of a benchmark: a tensor of `elements` on each rank, and which reduction of it. `check` raises UsageError if
+# `tensors` would, without making them.
+Case = SyntheticCase | RecordedCase
+TensorSource = Dataset | RecordedTensors
 
 
 def synthetic_cases(config: Config) -> list[SyntheticCase]:

@@ -24,7 +24,7 @@ that accumulates. Comparison is by value: -0 equals 0, and NaN, which is never d
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -43,31 +43,6 @@ _REDUCE: dict[str, np.ufunc] = {
     "max": np.maximum,
     "prod": np.multiply,
 }
-
-
-class TensorSource(Protocol):
-    """The tensors of all ranks for a benchmark, and the oracle that knows what their all-reduce gives."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    @property
-    def density(self) -> float:
-        """Non-zero blocks / blocks, mean over ranks; 0 for an empty tensor."""
-
-    @property
-    def union_density(self) -> float:
-        """Blocks that are non-zero on at least one rank / blocks; 0 for an empty tensor."""
-
-    @property
-    def any_order(self) -> bool:
-        """Whether a correct all-reduce gives the same in any order, not only in that of the ranks."""
-
-    def fill(self, rank: int, round_number: int, out: Array) -> None:
-        """Write the tensor of `rank` in one round to `out`, a contiguous array of any shape."""
-
-    def wrong(self, round_number: int, result: Array) -> int:
-        """The number of elements of `result` that differ from the all-reduce of that round's tensors."""
 
 
 class Dataset:

@@ -92,7 +92,7 @@ class RecordedTensors:
         self._cached: tuple[int, Array] | None = None
         self._flags: list[Array] = []  # which blocks are not zero, of each rank
         self._expected = reduce_in_rank_order(self._read_all(), self._type, op)
-        self._any_order = not self._type.is_float or (array.world_size <= 2 and op not in ("min", "max"))
+        self.any_order = not self._type.is_float or (array.world_size <= 2 and op not in ("min", "max"))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -107,11 +107,6 @@ class RecordedTensors:
     def union_density(self) -> float:
         """Blocks that are non-zero on at least one rank / blocks; 0 for an empty array."""
         return share_set(np.logical_or.reduce(self._flags))
-
-    @property
-    def any_order(self) -> bool:
-        """Whether a correct all-reduce gives the same in any order, not only in that of the ranks."""
-        return self._any_order
 
     def fill(self, rank: int, round_number: int, out: Array) -> None:
         """Write the array of `rank` to `out`, a contiguous array of any shape."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omnireduce.console.bench.cases import Case, RecordedCase, SyntheticCase
-from omnireduce.console.bench.data import TensorSource
+from omnireduce.console.bench.cases import Case, RecordedCase, SyntheticCase, TensorSource
 from omnireduce.console.bench.recorded_tensors import find_arrays
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.queue import Queue

@@ -57,16 +57,10 @@ class RowBlocks(NamedTuple):
     memory: Memory
 
 
-class EncodeBlocks(Protocol):
-    """Encodes blocks `source[where]`, float32 (blocks, block size), as blocks `part` of a message."""
-
-    def __call__(self, part: slice, where: Array, source: Array, /) -> None: ...
-
-
-class WriteBlocks(Protocol):
-    """Writes blocks `part` of a result to `target[where]`, float32 (blocks, block size)."""
-
-    def __call__(self, part: slice, where: Array, target: Array, /) -> None: ...
+# Encodes blocks `source[where]`, float32 (blocks, block size), as blocks `part` of a message: (part, where, source)
+EncodeBlocks = Callable[[slice, Array, Array], None]
+# Writes blocks `part` of a result to `target[where]`, float32 (blocks, block size): (part, where, target)
+WriteBlocks = Callable[[slice, Array, Array], None]
 
 
 class Operand(Protocol):
@@ -77,12 +71,10 @@ class Operand(Protocol):
     @property
     def blocks(self) -> TensorBlocks | RowBlocks:
         """The blocks or rows that are exchanged inside a host."""
-        ...
 
     @property
     def is_divisible(self) -> bool:
         """Whether threads may work for different shards at the same time: no two of them write to the same memory."""
-        ...
 
     layout: Layout
     block_bytes: int
@@ -91,38 +83,30 @@ class Operand(Protocol):
 
     def start(self, shard: int) -> int:
         """The cursor from which to pack for `shard`."""
-        ...
 
     def pack(self, shard: int, cursor: int, span: int, rows: Array, indices: Array) -> Packed:
         """Fill `rows` and `indices` with the shard's next non-zero blocks, looking at no more than `span` blocks."""
-        ...
 
     def find(self, shard: int, cursor: int, span: int, indices: Array) -> Packed:
         """As `pack`, for a tensor that will be encoded: fill `indices` only."""
-        ...
 
     def pack_found(self, indices: Array, encode: EncodeBlocks) -> None:
         """Let `encode` put the blocks that were found last, which are float32, into a message."""
-        ...
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         """Take result blocks; `indices` ascend and are in range; `unchanged`: bool, this worker alone contributed.
 
         `left_out`: unchanged blocks have no row. Raises ProtocolError when this worker has not contributed them.
         """
-        ...
 
     def put_encoded(self, indices: Array, write: WriteBlocks) -> None:
         """Take result blocks, which `write` writes as float32."""
-        ...
 
     def take_totals(self, shard: int, totals: Array) -> None:
         """Take the totals that a program has added up on a shard, float64."""
-        ...
 
     def finish(self) -> None:
         """All results are there. Raises ProtocolError when they cannot be what the ranks have sent."""
-        ...
 
 
 class _Unprotected:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,12 +41,8 @@ class Budget(NamedTuple):
     output: int = 1 << 20
 
 
-class MakeReduction(Protocol):
-    """`Reduction`, or a function that makes an observed `Reduction`."""
-
-    def __call__(
-        self, senders: int, divisor: int, arena: Array, results: Array, sizing: MessageSizing, budget: Budget, /
-    ) -> Reduction: ...
+# `Reduction`, or a function that makes an observed `Reduction`:
+MakeReduction = Callable[[int, int, Array, Array, MessageSizing, Budget], "Reduction"]
 
 
 class Reduction:

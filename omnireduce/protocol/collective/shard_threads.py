@@ -20,7 +20,6 @@ class ThreadPool(Protocol):
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Make all calls; return their results in the order of the calls. Raises the first error among them. When it
         returns or raises, all calls have ended."""
-        ...
 
     def close(self) -> None:
         """End the threads."""

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from omnireduce.core.descriptor import PACKED, Descriptor
 from omnireduce.core.dtypes import Array
@@ -109,16 +109,10 @@ def _details(descriptor: Descriptor, operand: Operand, nbytes: int, own_blocks: 
     return details if own_blocks is None else details | {"nonzero_blocks": own_blocks}
 
 
+# `Engine`, or a function that makes an engine that records:
+MakeEngine = Callable[[RankMachine, Sequence[Link], float, BoundLog, Sequence[int]], Engine]
 MakeExchange = Callable[[Array, int, Sequence[str], int, int, LocalRanks], HostExchange]
 Progress = dict[SpanKind, tuple[int, int]]  # by kind of step: the number of steps, and of their blocks
-
-
-class MakeEngine(Protocol):
-    """`Engine`, or a function that makes an engine that records."""
-
-    def __call__(
-        self, machine: RankMachine, links: Sequence[Link], spin_s: float, log: BoundLog, eventfds: Sequence[int], /
-    ) -> Engine: ...
 
 
 class TracedOperand:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -73,26 +73,16 @@ def failure_text(error: Exception, job: ShardJob | None) -> str:
     return "internal error; its log has the details"
 
 
-class JobFactory(Protocol):
-    """Makes a job on a server from the arguments that differ between jobs. Raises OSError and MemoryError."""
-
-    def __call__(
-        self,
-        generation: int,
-        name: str,
-        links: Sequence[Link],
-        hellos: Sequence[Hello],
-        upstream: JobUpstream | None,
-        /,
-    ) -> ShardJob: ...
-
-
 class JobUpstream(NamedTuple):
     """The upstream of a relay's job: its address, the Welcome of each member, and the member's uplink."""
 
     address: str
     welcomes: Sequence[Welcome]
     uplinks: Sequence[Link]
+
+
+# Makes a job on a server from its generation, name, links, hellos and upstream. Raises OSError and MemoryError.
+JobFactory = Callable[[int, str, Sequence[Link], Sequence[Hello], JobUpstream | None], "ShardJob"]
 
 
 class ShardJob:
