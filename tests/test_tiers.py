@@ -85,13 +85,13 @@ def test_a_unit_test_that_starts_a_process_or_connects_fails(start: Callable[[],
 @pytest.mark.parametrize("choice", CHOICES)
 def test_pytest_chooses_by_tier(choice: str) -> None:
     """Collect a folder that has files of all tiers, and a file with a test that is marked."""
-    paths = ["tests/kernels", "tests/test_tidy.py", "tests/data_parallel/test_stalls.py"]
+    paths = ["tests/kernels", "tests/test_tidy.py", "tests/data_parallel/test_overdue_names.py"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only", "-q", "-m", choice, *paths]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=2 * WAIT_S)
     names = {line.partition("[")[0] for line in result.stdout.splitlines() if "::" in line}
     expected = {
         "unit": "tests/kernels/test_merge_kernels.py",
-        "integration": "tests/data_parallel/test_stalls.py",
+        "integration": "tests/data_parallel/test_overdue_names.py",
         "slow": "tests/kernels/test_cache.py",
     }
     files = {name.partition("::")[0] for name in names}

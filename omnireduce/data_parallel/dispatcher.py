@@ -14,7 +14,6 @@ import numpy as np
 
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.fusion_buffer import Buffer
-from omnireduce.data_parallel.late_ranks import Ready, describe_stalls, stalls
 from omnireduce.data_parallel.negotiation import Agreement
 from omnireduce.data_parallel.operations import (
     JOIN,
@@ -28,6 +27,7 @@ from omnireduce.data_parallel.operations import (
     reduce_rows,
     refusing,
 )
+from omnireduce.data_parallel.overdue_names import Ready, describe_overdue, find_overdue
 from omnireduce.data_parallel.queue_timeline import QueueTimeline
 from omnireduce.errors import AbortedError, ClosedError, UsageError
 from omnireduce.runtime.rank.communicator import Communicator
@@ -411,7 +411,7 @@ class Dispatcher:
                 self._begin_refusals()
             self._task_done.notify_all()
 
-    # stalls
+    # overdue names
 
     def _is_inspection_due(self) -> bool:
         """Whether something waits for too long, and ranks have not told of it for as long."""
@@ -441,9 +441,9 @@ class Dispatcher:
         abort_s, waiting = reports[0][0], [ready for _, ready in reports]
         joined = self._machine.joined
         if self._comm.rank == 0 and self._warn_s:
-            for missing, text in describe_stalls(stalls(waiting, joined, self._warn_s)):
+            for missing, text in describe_overdue(find_overdue(waiting, joined, self._warn_s)):
                 log.warning("stalled: %s %s", missing, text, extra=tagged("stalled"))
-        fatal = describe_stalls(stalls(waiting, joined, abort_s)) if abort_s else []
+        fatal = describe_overdue(find_overdue(waiting, joined, abort_s)) if abort_s else []
         if fatal:
             missing, text = fatal[0]
             raise AbortedError(missing, f"{missing} {text}: longer than stall.abort_s, {abort_s:g} s")

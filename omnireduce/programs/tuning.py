@@ -36,8 +36,8 @@ from omnireduce.support.version import __version__
 log = logging.getLogger("omnireduce")
 
 
-class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that the answer depends on. `programs`: label and text of each candidate."""
+class TuningCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that the timings depend on. `programs`: label and text of each candidate."""
 
     version: str
     programs: list[tuple[str, str]]
@@ -46,49 +46,49 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: str
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Timings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Median milliseconds of each candidate, in order, for each of the sizes; None for one that cannot run."""
 
-    question: Question
+    case: TuningCase
     ms: list[list[float | None]]
 
 
-def path_of(question: Question, folder: Path) -> Path:
-    """The file of a question."""
-    return folder / "programs" / f"{hashlib.sha256(msgspec.json.encode(question)).hexdigest()[:32]}.json"
+def path_of(case: TuningCase, folder: Path) -> Path:
+    """The file of a case."""
+    return folder / "programs" / f"{hashlib.sha256(msgspec.json.encode(case)).hexdigest()[:32]}.json"
 
 
-def recalled(question: Question) -> list[list[float | None]] | None:
-    """The answer, if it is known."""
+def recalled(case: TuningCase) -> list[list[float | None]] | None:
+    """The timings, if they are known."""
     for folder in cache_folders():
-        path = path_of(question, folder)
+        path = path_of(case, folder)
         try:
-            answer = msgspec.json.decode(path.read_bytes(), type=Answer)
+            timings = msgspec.json.decode(path.read_bytes(), type=Timings)
         except FileNotFoundError:
             continue
         except (OSError, msgspec.DecodeError) as error:
             _warn(f"{path}: not used: {error}")
             continue
-        if answer.question == question and _fits(answer.ms, question):
-            return answer.ms
-        _warn(f"{path}: not used: it answers another question")
+        if timings.case == case and _fits(timings.ms, case):
+            return timings.ms
+        _warn(f"{path}: not used: it has the timings of another case")
     return None
 
 
-def _fits(ms: Sequence[Sequence[float | None]], question: Question) -> bool:
-    return len(ms) == len(question.sizes) and all(
-        len(row) == len(question.programs) and any(median is not None for median in row) for row in ms
+def _fits(ms: Sequence[Sequence[float | None]], case: TuningCase) -> bool:
+    return len(ms) == len(case.sizes) and all(
+        len(row) == len(case.programs) and any(median is not None for median in row) for row in ms
     )
 
 
-def remember(question: Question, ms: list[list[float | None]]) -> None:
-    """Write an answer to its file."""
+def remember(case: TuningCase, ms: list[list[float | None]]) -> None:
+    """Write timings to their file."""
     reasons = [f"this user has no home folder: set {CACHE_VARIABLE}"]
     for folder in cache_folders():
-        path = path_of(question, folder)
+        path = path_of(case, folder)
         try:
             make_folder(path.parent)
-            write_json(msgspec.json.encode(Answer(question, ms)), path)
+            write_json(msgspec.json.encode(Timings(case, ms)), path)
         except UsageError as error:
             reasons.append(str(error))
         else:
@@ -344,7 +344,7 @@ def autotune(
     fused AllReduces on the shards. The ways take turns, each `turns` times; a time is that of the slowest rank, and a
     way counts by its median. Tensors that `values` makes are written.
 
-    With `cache` the answer is kept in a file, and not measured again for the same program, sizes, hosts of ranks,
+    With `cache` the timings are kept in a file, and not taken again for the same program, sizes, hosts of ranks,
     transport and version of the library. Raises UsageError for what cannot be tuned; otherwise what runs raise.
     """
     options = candidates(program, chunks, on_shards=on_shards)
@@ -355,13 +355,13 @@ def autotune(
     all_sizes = [sizes_of(options[0].pipeline, requested) for requested in sizes]
     hosts = comm.allgather_object(socket.gethostname(), name="autotune: hosts")
     programs = [(option.label, str(option.pipeline)) for option in options]
-    question = Question(__version__, programs, [dict(dimensions) for dimensions in all_sizes], hosts, comm.transport)
-    cached = recalled(question) if cache and comm.rank == 0 else None
+    case = TuningCase(__version__, programs, [dict(dimensions) for dimensions in all_sizes], hosts, comm.transport)
+    cached = recalled(case) if cache and comm.rank == 0 else None
     cached = comm.broadcast_object(cached, name="autotune: known")
     medians = cached or [_measured(options, comm, dimensions, values, turns) for dimensions in all_sizes]
     medians = comm.broadcast_object(medians, name="autotune: choice")  # of rank 0: so that all choose alike
     if cache and cached is None and comm.rank == 0:
-        remember(question, medians)
+        remember(case, medians)
     return Tuned([_choice(options, *pair) for pair in zip(all_sizes, medians, strict=True)], cached is not None)
 
 

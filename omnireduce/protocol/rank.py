@@ -1,4 +1,4 @@
-"""The worker's machine: packs tensors into messages for every shard, scatters results, keeps collectives in order."""
+"""The rank's machine: packs tensors into messages for every shard, scatters results, keeps collectives in order."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ REPORT_S = 1.0  # the least time between two reports of finished collectives
 
 
 class RankMachine:
-    """All collectives of one worker, over all shards, in the order of submission.
+    """All collectives of one rank, over all shards, in the order of submission.
 
     `slots[i]` are the send and receive slots of shard i, each uint8 (slots, slot bytes); `addresses[i]` names the shard
-    in errors; `me` names this worker, whose number is `rank`. `sizing[i]`: the length of messages to shard i; without
+    in errors; `me` names this rank, whose number is `rank`. `sizing[i]`: the length of messages to shard i; without
     it they are as long as a slot. A collective that takes longer than `timeout_s` ends the job.
 
     `host`: the exchange of tensors in memory with the other ranks of this host, `local_ranks`. If the job has no other
@@ -109,7 +109,7 @@ class RankMachine:
 
     @property
     def said_goodbye(self) -> bool:
-        """Every shard has confirmed that this worker left."""
+        """Every shard has confirmed that this rank left."""
         return len(self._goodbyes) == len(self._streams)
 
     def submit(self, descriptor: Descriptor, operand: Operand, now: float, codec: Codec | None = None) -> int:
@@ -322,7 +322,7 @@ class RankMachine:
     def timer(self, now: float) -> Iterator[Effect]:
         """Time has passed; end the job if its oldest collective is overdue.
 
-        A worker that was stopped waits for a moment first: it may not have read messages that came meanwhile.
+        A rank whose process was stopped waits for a moment first: it may not have read messages that came meanwhile.
         """
         deadline = self.deadline
         if deadline is None or now < deadline:

@@ -1,4 +1,4 @@
-"""Worker side: the deadline of a rank's oldest collective, and whom to blame when it has passed."""
+"""The deadline of a rank's oldest collective, and whom to blame when it has passed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LATE = 0.05  # part of the time limit: a worker that notices it this much later 
 
 
 class CollectiveDeadline:
-    """The wait of worker `me` for its oldest collective: up to `timeout_s`, on the aggregators `addresses`."""
+    """The wait of rank `me` for its oldest collective: up to `timeout_s`, on the aggregators `addresses`."""
 
     def __init__(self, me: str, addresses: Sequence[str], timeout_s: float) -> None:
         self._me, self._addresses, self.timeout_s = me, addresses, timeout_s
@@ -100,7 +100,7 @@ class CollectiveDeadline:
             )
         longest_s = 0.0 if self._longest is None else self._longest.seconds
         long_wait = longest_s >= self.timeout_s / 2
-        if self.late_s and not long_wait:  # the news that this worker reads now may be old: it cannot judge others
+        if self.late_s and not long_wait:  # the news that this rank reads now may be old: it cannot judge others
             reason += f"; it noticed that {self.late_s:.1f} s late: was it stopped or overloaded?"
             return Cause(self._me, reason, timeout=True)
         latest = max(waits, key=lambda wait: wait.seconds, default=None)

@@ -182,7 +182,8 @@ class ShardMachine:
     the wait has doubled. So a rank that hears nothing for longer knows that the aggregator hangs.
 
     `account` has the statistics of the job. `budget` bounds one call of `advance`; `quantum` can bound the next call
-    further. `more`: there is more to do at once. `spent`: the work of the last call. `reduction` makes the work space.
+    further. `more`: there is more to do at once. `spent`: the work of the last call. `make_reduction` makes the
+    work space.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class ShardMachine:
         *, sizing: MessageSizing | None = None, shard: int = 0, sharding: Sharding = ONE_SHARD,
         delegates: Sequence[int] = (),
         readers: Sequence[int] | None = None, inline: Iterable[int] = (), warn_after_s: float = 1.0,
-        budget: Budget = BUDGET, reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
+        budget: Budget = BUDGET, make_reduction: MakeReduction = Reduction, numbers: Sequence[int] | None = None,
         divisor: int | None = None, codecs: Codecs = BUILT_IN, states: ShardStates | None = None,
     ) -> None:  # fmt: skip
         self._inboxes, self._numbers = [Inbox(name) for name in members], numbers or range(len(members))
@@ -203,7 +204,7 @@ class ShardMachine:
         self._filling_slot = -1  # the result slot being filled, -1 for none
         work_space = divisor or len(members), arena, results, sizing, budget
         self._senders = Senders(
-            len(members), delegates, sharding, shard, lambda count: reduction(count, *work_space),
+            len(members), delegates, sharding, shard, lambda count: make_reduction(count, *work_space),
             readers=readers, states=states or ShardStates(0),
         )  # fmt: skip
         # Delegates first: if there are any, only they can begin a collective
@@ -391,16 +392,16 @@ class ShardMachine:
                     break
         return moved
 
-    def _open_next(self, rank: int, state: Inbox, now: float) -> bool:
+    def _open_next(self, rank: int, inbox: Inbox, now: float) -> bool:
         """Open the rank's next message if it belongs to the current collective. Raises ProtocolError."""
-        row, header = state.messages[0]
+        row, header = inbox.messages[0]
         senders = self._senders
         if self._current is None:
             if senders.delegates and rank not in senders.delegates:
                 return False  # this rank has no part in some collectives: only a delegate knows the next number
             self._begin(rank, row, header)
             self.account.begin(len(senders.ranks), now)
-        elif not state.joined:
+        elif not inbox.joined:
             if not self._compare(rank, row, header):
                 return False
         elif senders.reduction.union.ended(senders.positions[rank]):
@@ -409,11 +410,11 @@ class ShardMachine:
             raise ProtocolError(f"a second descriptor for collective {self._number}")
         if header.collective != self._number:
             raise ProtocolError(f"a message of collective {header.collective} during {self._number}")
-        state.messages.popleft()
+        inbox.messages.popleft()
         self.spent += senders.reduction.union.open(senders.positions[rank], row, header)
-        state.open_row = row
-        if not state.joined:
-            state.joined = True
+        inbox.open_row = row
+        if not inbox.joined:
+            inbox.joined = True
             self.account.join(rank, now)
         return True
 

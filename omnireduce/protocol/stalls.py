@@ -10,7 +10,7 @@ LONGEST_PAUSE_S = 60.0  # between two warnings of waits that ranks report
 
 
 def wait_text(message: Waiting) -> str:
-    """The text of a Waiting message for the user of a worker."""
+    """The text of a Waiting message for the user."""
     preposition = "for" if message.who.endswith(STOOD_STILL.removeprefix(ITSELF)) else "since"
     return f"{shown(message.what)}: waiting for {shown(message.who)} {preposition} {message.seconds:.1f} s"
 

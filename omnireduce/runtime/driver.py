@@ -17,7 +17,7 @@ Clock = Callable[[], float]
 
 
 class Machine(Protocol):
-    """The interface of the worker's and the aggregator's machine; a peer is a shard or a rank."""
+    """The interface of the machines of a rank and of a shard. A peer of a rank is a shard, and the other way round."""
 
     ended: End | None
 

@@ -153,7 +153,7 @@ def _connection(data: bytes, teams: Teams | None) -> str:
         server._connections.closing,
         server._status_requests,
     ]
-    kept += [server._jobs, server._teardown._members, admission._pending_jobs, admission._running, admission._held]
+    kept += [server._jobs, server._teardown._members, admission._pending_jobs, admission._running, admission._in_memory]
     kept += [admission._compilers._by_connection, admission._compilers._last_connections]
     assert not any(map(len, kept)), f"kept after the connection had ended: {kept}"
     if b"Leave" not in data:  # a rank may give any reason

@@ -103,17 +103,17 @@ def test_a_cache_that_is_broken_costs_a_warning(
     assert tuned(daemon, "sgd")[0].is_recalled  # it has been written anew
 
 
-def test_an_answer_to_another_question_is_not_used(
+def test_the_timings_of_another_case_are_not_used(
     daemon: Daemon, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tuned(daemon, "sgd")
     [file] = cache.iterdir()
-    answer = json.loads(file.read_text())
-    for change in ({"ms": [[1.0]]}, {"ms": [[None] * 4]}, {"question": answer["question"] | {"version": "9"}}):
-        file.write_text(json.dumps(answer | change))
+    timings = json.loads(file.read_text())
+    for change in ({"ms": [[1.0]]}, {"ms": [[None] * 4]}, {"case": timings["case"] | {"version": "9"}}):
+        file.write_text(json.dumps(timings | change))
         with caplog.at_level(logging.WARNING, "omnireduce"):
             assert not tuned(daemon, "sgd")[0].is_recalled
-        assert "it answers another question" in caplog.text
+        assert "it has the timings of another case" in caplog.text
         caplog.clear()
 
 

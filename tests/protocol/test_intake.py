@@ -16,7 +16,7 @@ WHY = "the operator ended this job"
 
 
 def drained(admission: Admission) -> Admission:
-    admission.intake.drain(admission.held_hellos)
+    admission.intake.drain(admission.hellos_in_memory)
     return admission
 
 

@@ -46,7 +46,7 @@ def test_rows_that_are_left_out_are_those_that_were_brought() -> None:
 @pytest.mark.parametrize("brought", [[], [2, 5, 9]])
 def test_rows_that_were_not_brought_cannot_be_left_out(unknown: int, brought: list[int]) -> None:
     operand = RowSet(np.array(brought, np.int64), np.ones((len(brought), 2), np.float32), Layout(40, 2), Pool().take)
-    with pytest.raises(ProtocolError, match="rows which this worker does not have"):
+    with pytest.raises(ProtocolError, match="rows which this rank does not have"):
         operand.put(np.zeros((0, 8), np.uint8), np.array([unknown]), np.array([True]), True)
 
 
@@ -63,11 +63,11 @@ def test_rows_of_a_dense_result_that_are_left_out_are_those_that_were_brought() 
     operand.finish()
     assert np.flatnonzero(out.any(axis=1)).tolist() == [2, 3, 9]
     assert np.array_equal(out[[2, 3, 9]], values[[0, 3, 2]])
-    with pytest.raises(ProtocolError, match="rows which this worker does not have"):
+    with pytest.raises(ProtocolError, match="rows which this rank does not have"):
         operand.put(np.zeros((0, 12), np.uint8), np.array([1]), np.array([True]), True)
 
 
 def test_who_brought_nothing_cannot_have_a_block() -> None:
     operand = DenseTensor(None, np.ones(16, np.float32), Layout(16, 8), np.uint64(0))
-    with pytest.raises(ProtocolError, match="blocks which this worker did not bring"):
+    with pytest.raises(ProtocolError, match="blocks which this rank did not bring"):
         operand.put(np.zeros((0, 4), np.uint64), np.array([1]), np.array([True]), True)

@@ -213,7 +213,7 @@ class Shard(Process):
             "gathering": admission._pending_jobs,
             "running": admission._running,
             "names": admission._welcome if isinstance(admission, Relaying) else admission._by_name,
-            "held": admission._held,
+            "in memory": admission._in_memory,
             "selector": self.selector.links,
         }
         return {name: len(value) for name, value in kept.items() if value}

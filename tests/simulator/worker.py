@@ -75,7 +75,7 @@ class Cluster(Protocol):
         """A collective is complete."""
 
     def ended(self, worker: Worker) -> None:
-        """The worker's machine has come to its end; `error` is set."""
+        """The rank's machine has come to its end; `error` is set."""
 
     def reforms(self, worker: Worker) -> None:
         """The worker leaves a generation of its job to form the next one."""

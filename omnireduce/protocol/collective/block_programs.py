@@ -35,7 +35,7 @@ class ProgrammedTensor(DenseTensor):
     """A tensor, `source`, whose sum goes through a program. The results go to `target`. Blocks without a result stay
     there as they are.
 
-    Both are flat contiguous arrays of float32 of one size. `source` None contributes nothing; `drops`: this worker does
+    Both are flat contiguous arrays of float32 of one size. `source` None contributes nothing; `drops`: this rank does
     not want the results. `results`: the number of blocks that come back, if that is known.
     """
 
@@ -74,7 +74,7 @@ class ProgrammedTensor(DenseTensor):
 
 class ProgrammedRows(RowSet):
     """Rows whose sums go through a program. `out`, (n_rows, row length): the results are written there, too. `drops`:
-    this worker does not want the results."""
+    this rank does not want the results."""
 
     def __init__(
         self, numbers: Array, values: Array, layout: Layout, memory: Memory, totals: Totals,

@@ -18,7 +18,7 @@ def sum_of_host(operand: Operand) -> HostSum | RowSum:
 
 @dataclass(slots=True, eq=False)
 class Collective:
-    """One collective under way on this worker. `sender`: the worker's number at the shards. `host_sum`: the operand
+    """One collective under way on this rank. `sender`: the rank's number at the shards. `host_sum`: the operand
     that shards get from a host of several ranks, in place of one rank's operand. `codec` encodes its blocks, and `key`
     is the key of the codec's random numbers."""
 

@@ -1,4 +1,4 @@
-"""Operands that are dense tensors. An operand is a worker's input to a collective, and the place for its result."""
+"""Operands that are dense tensors. An operand is a rank's input to a collective, and the place for its result."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ WriteBlocks = Callable[[slice, Array, Array], None]
 
 
 class Operand(Protocol):
-    """One worker's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
-    tensor, or of the rows that this worker has. While it `is_divisible`, threads may call it for different shards at
+    """One rank's part of one collective. Blocks are handled as rows of `row_dtype`; `nbytes` is the size of the
+    tensor, or of the rows that this rank has. While it `is_divisible`, threads may call it for different shards at
     the same time."""
 
     @property
@@ -94,9 +94,9 @@ class Operand(Protocol):
         """Let `encode` put the blocks that were found last, which are float32, into a message."""
 
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
-        """Take result blocks; `indices` ascend and are in range; `unchanged`: bool, this worker alone contributed.
+        """Take result blocks; `indices` ascend and are in range; `unchanged`: bool, this rank alone contributed.
 
-        `left_out`: unchanged blocks have no row. Raises ProtocolError when this worker has not contributed them.
+        `left_out`: unchanged blocks have no row. Raises ProtocolError when this rank has not contributed them.
         """
 
     def put_encoded(self, indices: Array, write: WriteBlocks) -> None:
@@ -177,7 +177,7 @@ class _Tensor:
     def put(self, rows: Array, indices: Array, unchanged: Array, left_out: bool) -> None:
         blocks = self.blocks
         if left_out and blocks.silent:
-            raise ProtocolError("a result that leaves out blocks which this worker did not bring")
+            raise ProtocolError("a result that leaves out blocks which this rank did not bring")
         if not blocks.in_place and not left_out:
             unchanged[:] = False
         if indices.size and indices[-1] == self.layout.full_blocks:

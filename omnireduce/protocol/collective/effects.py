@@ -61,7 +61,7 @@ class End(NamedTuple):
     """The machine is done, cleanly or because of `cause`. No further effects follow.
 
     An aggregator sorts causes by `kind`. `rank` is the rank to blame, if only one is. A "relayed" cause comes from a
-    worker, but is not about it: the worker learnt it from another shard, or blames one.
+    rank, but is not about it: the rank learnt it from another shard, or blames one.
     """
 
     cause: Cause | None
@@ -81,7 +81,7 @@ Effect = Send | ReturnCredit | SendControl | Wake | Finish | End | Warn
 
 
 def kind_of(cause: Cause, *, blames_itself: bool) -> AbortKind:
-    """The kind of the cause that a worker gives when it leaves. `blames_itself`: the worker blames itself."""
+    """The kind of the cause that a rank gives when it leaves. `blames_itself`: the rank blames itself."""
     if cause.timeout:
         return "timeout"
     return "mismatch" if cause.mismatch else "worker" if blames_itself else "relayed"

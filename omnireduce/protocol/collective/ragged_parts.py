@@ -22,9 +22,9 @@ IS_REFUSAL = 1 << 63
 
 
 class RaggedParts(RowSet):
-    """This worker's part, and in the end the parts of all `senders`.
+    """This rank's part, and in the end the parts of all `senders`.
 
-    `packets`: the packets of worker `rank`, this one; none if it sends nothing. `like`: (0, ...), an empty array of the
+    `packets`: those of this rank, which is `rank`; none if it sends nothing. `like`: (0, ...), an empty array of the
     items of all parts. A part has at most `max_packets` packets. After `finish`, `parts` holds an array (items, ...) of
     each sender. `refused` then says why ranks have refused; their parts are empty.
     """

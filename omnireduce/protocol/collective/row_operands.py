@@ -1,4 +1,4 @@
-"""Operands that are rows of a large sparse matrix: a worker's rows, or the sums of a host's rows."""
+"""Operands that are rows of a large sparse matrix: a rank's rows, or the sums of a host's rows."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ class NumberedRows:
         raise AssertionError("no program has run")
 
     def _rank_rows(self, numbers: Array) -> Array:
-        """This worker's rows of these numbers. Raises ProtocolError when it lacks one of them."""
+        """This rank's rows of these numbers. Raises ProtocolError when it lacks one of them."""
         positions = np.searchsorted(self.numbers, numbers)
         if positions.size and (positions[-1] == len(self.numbers) or np.any(self.numbers[positions] != numbers)):
-            raise ProtocolError("a result that leaves out rows which this worker does not have")
+            raise ProtocolError("a result that leaves out rows which this rank does not have")
         return self._rows[positions]
 
     def _reserve(self, count: int) -> None:
@@ -112,7 +112,7 @@ class NumberedRows:
 
 
 class RowSet(NumberedRows):
-    """Rows that a worker contributes.
+    """Rows that a rank contributes.
 
     `numbers`: int64 (n,), strictly ascending; `values`: (n, row length). After `finish`, `result` holds the union's row
     numbers, int64 (m,), ascending, and their sums, (m, row length), in arrays that `memory` gives.
@@ -138,7 +138,7 @@ class RowSet(NumberedRows):
 
 
 class RowsInto(RowSet):
-    """Rows that a worker contributes. Their sums go to their places in `out`, (rows, row length); others become 0."""
+    """Rows that a rank contributes. Their sums go to their places in `out`, (rows, row length); others become 0."""
 
     def __init__(self, numbers: Array, values: Array, layout: Layout, memory: Memory, *, out: Array) -> None:
         super().__init__(numbers, values, layout, memory)
@@ -151,7 +151,7 @@ class RowsInto(RowSet):
         return self._cleared  # the first result clears `out`
 
     def _clear(self) -> None:
-        """Set `out` to zeros. This happens with the first result, when this worker's rows are already on their way."""
+        """Set `out` to zeros. This happens with the first result, when this rank's rows are already on their way."""
         if not self._cleared:
             self._out.view(BYTES)[:] = 0
             self._cleared = True

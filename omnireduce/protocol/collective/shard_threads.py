@@ -26,7 +26,7 @@ class ThreadPool(Protocol):
 
 
 class ShardThreads:
-    """A worker's work for its shards, divided among the threads of `pool`. `streams`: one for each shard."""
+    """A rank's work for its shards, divided among the threads of `pool`. `streams`: one for each shard."""
 
     def __init__(self, pool: ThreadPool, streams: Sequence[ShardStream], under_way: Collection[Collective]) -> None:
         self.pool, self._streams, self._under_way = pool, streams, under_way

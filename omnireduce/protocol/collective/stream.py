@@ -27,7 +27,7 @@ from omnireduce.protocol.collective.index_lists import START, Lister, MessageSiz
 
 
 class ShardStream:
-    """This worker's exchange with one shard: at most one collective is packed, and one received, at a time."""
+    """This rank's exchange with one shard: at most one collective is packed, and one received, at a time."""
 
     def __init__(
         self, shard: int, send_slots: Array, receive_slots: Array, scan_span: int, sizing: MessageSizing

@@ -19,7 +19,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
 from omnireduce.core.status_messages import JobStatus
@@ -218,13 +217,13 @@ def _assignment(rank: int, hello: Hello) -> RankAssignment:
 
 
 class Room:
-    """The room of a shard for jobs: jobs that gather, jobs that run, and jobs in `held`, whose memory is in use."""
+    """The room of a shard for jobs: those that gather, those that run, and those whose memory is in use."""
 
     def __init__(
-        self, limits: Limits, pending_job: Mapping[FormationKey, PendingJob], running: Mapping[int, RunningJob],
-        held: Mapping[int, Hello],
+        self, limits: Limits, pending_jobs: Mapping[FormationKey, PendingJob], running: Mapping[int, RunningJob],
+        in_memory: Mapping[int, Hello],
     ) -> None:  # fmt: skip
-        self._limits, self._pending_jobs, self._running, self._held = limits, pending_job, running, held
+        self._limits, self._pending_jobs, self._running, self._in_memory = limits, pending_jobs, running, in_memory
 
     def must_wait(self, pending_job: PendingJob) -> bool:
         """Whether the job has to wait until the generation that it replaces has given back its memory.
@@ -232,13 +231,14 @@ class Room:
         It need not wait if there is room for both. Room that other pending jobs will need does not count, unless they
         replace a generation themselves.
         """
-        if pending_job.replaces not in self._held:
+        if pending_job.replaces not in self._in_memory:
             return False
         others = [other for other in self._pending_jobs.values() if other is not pending_job]
         jobs = [job.spec for job in self._running.values()]
         jobs += [other.spec for other in others if other.replaces not in self._running]
-        held = [*self._held.values(), *(other.spec for other in others if other.replaces not in self._held)]
-        return bool(self._limits.exceeded_together(pending_job.spec, pending_job.terms, jobs, held))
+        in_memory = [*self._in_memory.values()]
+        in_memory += [other.spec for other in others if other.replaces not in self._in_memory]
+        return bool(self._limits.exceeded_together(pending_job.spec, pending_job.terms, jobs, in_memory))
 
     def reason_of_no_room(self, hello: Hello, terms: TeamLimits, displaced: PendingJob | None) -> str:
         """The reason why there is no room for one more job in place of `displaced`; empty if there is room. Pending
@@ -246,15 +246,15 @@ class Room:
         leaving = self.generation_replaced_by(hello, displaced)
         gather = [other.spec for other in self._pending_jobs.values() if other is not displaced]
         jobs = gather + [job.spec for number, job in self._running.items() if number != leaving]
-        held = gather + [spec for number, spec in self._held.items() if number != leaving]
-        return self._limits.exceeded_together(hello, terms, jobs, held)
+        in_memory = gather + [spec for number, spec in self._in_memory.items() if number != leaving]
+        return self._limits.exceeded_together(hello, terms, jobs, in_memory)
 
     def generation_replaced_by(self, hello: Hello, displaced: PendingJob | None = None) -> int | None:
         """The generation whose room an elastic job takes over: its last generation, unless a pending job other than
         `displaced` takes it."""
         if not hello.min_ranks and not hello.formation:
             return None
-        generations = [number for number, spec in self._held.items() if job_family(spec) == job_family(hello)]
+        generations = [number for number, spec in self._in_memory.items() if job_family(spec) == job_family(hello)]
         last = max(generations, default=None)
         return (
             None
@@ -279,8 +279,10 @@ class Admission:
         self._by_name: dict[tuple[str, str, int], list[PendingJob]] = {}  # pending jobs by team, job and formation
         self._waiting: dict[Hashable, Hello] = {}  # the hello of each connection in a pending job
         self._running: dict[int, RunningJob] = {}
-        self._held: dict[int, Hello] = {}  # by generation until it is released; size and memory follow from the hello
-        self._room, self._compilers = Room(limits, self._pending_jobs, self._running, self._held), Compilers(limits)
+        # By generation, until it is released: a hello, from which size and memory follow.
+        self._in_memory: dict[int, Hello] = {}
+        self._room = Room(limits, self._pending_jobs, self._running, self._in_memory)
+        self._compilers = Compilers(limits)
         self._next_generation = 1
         self._announced = Announcements()
         self._failed_launches = FailedLaunches(limits.join_timeout_s)
@@ -294,7 +296,7 @@ class Admission:
         if not self._pending_jobs:  # nearly always true
             return min(others, default=None)
         waiting = self._pending_jobs.values()
-        ends = others + [self._ends_at(job) for job in waiting if not job.held]
+        ends = others + [self._ends_at(job) for job in waiting if not job.is_held_back]
         ends += [job.informed_at + NEWS_S for job in waiting if self._has_news(job)]
         ends += [at for job in waiting if not self._room.must_wait(job) and (at := job.settles_at()) is not None]
         ends += [0.0] if any(job.uninformed for job in waiting) else []
@@ -369,7 +371,7 @@ class Admission:
             if not pending_job.waiting_ranks:
                 self._close(formation_key)
                 generation = self._generation_of(formation_key)
-                if pending_job.held and generation is not None:
+                if pending_job.is_held_back and generation is not None:
                     self._announced.nobody_waits(generation)
 
     def departed(self, generation: int, rank: int) -> None:
@@ -391,7 +393,7 @@ class Admission:
 
     def released(self, generation: int) -> None:
         """A generation that is over has given back its memory and its connections."""
-        self._held.pop(generation, None)
+        self._in_memory.pop(generation, None)
         self._has_freed_room |= bool(self._pending_jobs)
 
     def expire(self, now: float) -> Iterator[AdmissionEffect]:
@@ -405,9 +407,9 @@ class Admission:
         for formation_key, pending_job in list(self._pending_jobs.items()):
             if self._may_start(pending_job, now):
                 yield self._admit(formation_key)
-            elif not pending_job.held and now >= self._ends_at(pending_job):
+            elif not pending_job.is_held_back and now >= self._ends_at(pending_job):
                 yield from self._disband(formation_key, pending_job.timeout_text(limit_s), temporary=True)
-            elif pending_job.held and pending_job.has_settled(now):
+            elif pending_job.is_held_back and pending_job.has_settled(now):
                 yield from self._replace(formation_key, pending_job, now)
             elif pending_job.uninformed or (self._has_news(pending_job) and now - pending_job.informed_at >= NEWS_S):
                 yield from self._tell_news(formation_key, pending_job, now)
@@ -422,9 +424,9 @@ class Admission:
         return [pending_job.status(now) for pending_job in self._pending_jobs.values()]
 
     @property
-    def held_hellos(self) -> list[Hello]:
+    def hellos_in_memory(self) -> list[Hello]:
         """A hello of each job that runs, or whose ranks are still leaving."""
-        return list(self._held.values())
+        return list(self._in_memory.values())
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[AdmissionEffect]:
         """Jobs whose hellos match are ended: refuse the workers that wait for them, and workers that come again."""
@@ -461,7 +463,7 @@ class Admission:
     def _pending(self, pending_job: PendingJob, now: float) -> Pending:
         """The news for the waiting ranks: which ranks are missing, and whose kernels compile."""
         ranks = self._compilers.ranks(pending_job.job_key) if now < pending_job.begun + COMPILING_S else []
-        return msgspec.structs.replace(pending_job.pending(), compiling=ranks)
+        return replace(pending_job.pending(), compiling=ranks)
 
     def _open(self, formation_key: FormationKey, hello: Hello, now: float, terms: TeamLimits) -> None:
         """Begin to gather. If ranks of another launch wait under the same name, both launches are told."""
@@ -472,7 +474,7 @@ class Admission:
             last = self._running[generation].requested_ranks
         pending_job = PendingJob(
             hello, terms, since=now, begun=now, informed_at=now, changed_at=now,
-            held=generation is not None, expected=last, replaces=self._room.generation_replaced_by(hello),
+            is_held_back=generation is not None, expected=last, replaces=self._room.generation_replaced_by(hello),
         )  # fmt: skip
         pending_job.namesakes = self._by_name.setdefault((hello.team, formation_key.job, formation_key.formation), [])
         for other in pending_job.namesakes[:1]:
@@ -541,13 +543,13 @@ class Admission:
         if not formation:  # this is the first shard: the job may be formed anew
             formation = self._salt + generation
             ticket = tickets.ticket(self._key, pending_job.spec, formation)
-            hellos = [msgspec.structs.replace(hello, formation=formation, ticket=ticket) for hello in hellos]
+            hellos = [replace(hello, formation=formation, ticket=ticket) for hello in hellos]
         requested_ranks = ranks_before - pending_job.waiting_ranks.keys()
         ranks = {hello.rank: hello for hello in hellos}
         self._running[generation] = RunningJob(formation_key, pending_job.spec, formation, ranks, requested_ranks)
-        self._held[generation] = msgspec.structs.replace(hellos[0], formation=formation_key.formation)
+        self._in_memory[generation] = replace(hellos[0], formation=formation_key.formation)
         self.intake.job_begins(pending_job.spec)
-        pending_job.held, pending_job.expected, pending_job.is_news = True, requested_ranks, True
+        pending_job.is_held_back, pending_job.expected, pending_job.is_news = True, requested_ranks, True
         pending_job.replaces = generation
         if not pending_job.waiting_ranks:
             self._close(formation_key)
@@ -564,7 +566,7 @@ class Admission:
             del pending_job.uninformed[key]
             yield Answer(key, pending)
         generation = self._generation_of(formation_key)
-        if pending_job.held and generation is not None and not pending_job.uninformed:
+        if pending_job.is_held_back and generation is not None and not pending_job.uninformed:
             running = self._running[generation]
             room = (
                 running.spec.world_size - len(running.requested_ranks)

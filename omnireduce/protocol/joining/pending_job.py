@@ -90,7 +90,7 @@ class PendingJob:
     begun: float  # when the job began to gather; not moved when a rank has compiled
     informed_at: float  # when all waiting ranks were told last who is missing
     changed_at: float
-    held: bool = False
+    is_held_back: bool = False
     expected: frozenset[int] = frozenset()
     replaces: int | None = None
     is_news: bool = False  # the missing ranks have changed since
@@ -109,7 +109,7 @@ class PendingJob:
         self.waiting_ranks[rank] = waiting_rank
         if waiting_rank.claim is Claim.SURVIVOR or len(self.waiting_ranks) == 1:
             self.changed_at = now  # newcomers that come and go do not make the others wait longer
-        self.is_news = self.held or len(self.waiting_ranks) > 1
+        self.is_news = self.is_held_back or len(self.waiting_ranks) > 1
         if self.refused is not None and self.refused[0] == rank:
             self.refused = None
 
@@ -139,7 +139,7 @@ class PendingJob:
 
     def release(self, now: float) -> None:
         """The last generation is over: the time to join counts from now on."""
-        self.held, self.since, self.begun, self.changed_at = False, now, now, now
+        self.is_held_back, self.since, self.begun, self.changed_at = False, now, now, now
 
     @property
     def job_key(self) -> JobKey:
@@ -161,8 +161,8 @@ class PendingJob:
     def settles_at(self) -> float | None:
         """The time when the workers here have waited long enough for others, or for the last generation; None:
         never."""
-        enough = self.held or len(self.waiting_ranks) >= self.spec.min_ranks
-        ready = (self.has_survivors and enough) or (self.is_full and not self.held)
+        enough = self.is_held_back or len(self.waiting_ranks) >= self.spec.min_ranks
+        ready = (self.has_survivors and enough) or (self.is_full and not self.is_held_back)
         return self.changed_at + self.spec.last_call_s if self.spec.min_ranks and ready else None
 
     def has_settled(self, now: float) -> bool:
@@ -171,7 +171,7 @@ class PendingJob:
 
     def complete(self, now: float) -> bool:
         """Whether the job starts with the workers that are here."""
-        if self.held:
+        if self.is_held_back:
             return False
         return (self.is_full and self.expected <= self.waiting_ranks.keys()) or self.has_settled(now)
 

@@ -177,7 +177,7 @@ GOODBYE_S = 2.0  # the longest wait of a shutdown for the aggregators' answers, 
 
 
 class Engine(Interruptible):
-    """Drives the worker machine over `links` (one per shard); its warnings go to `log`. `eventfds`: an eventfd for each
+    """Drives a rank's machine over `links` (one per shard); its warnings go to `log`. `eventfds`: an eventfd for each
     rank that shares this host's memory; the engine closes them."""
 
     def __init__(

@@ -152,7 +152,7 @@ class _Run:
 
 
 class ParallelDriver(Driver):
-    """Drives a worker's machine, and reads from several shards at the same time if the machine has threads."""
+    """Drives a rank's machine, and reads from several shards at the same time if the machine has threads."""
 
     machine: RankMachine
 

@@ -183,7 +183,7 @@ class TracedOperand:
 
 
 class TracedMachine(RankMachine):
-    """A worker's machine with a recorder. It records the operands that it makes itself, the sums of its host."""
+    """A rank's machine with a recorder. It records the operands that it makes itself, the sums of its host."""
 
     def __init__(self, recorder: Recorder, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

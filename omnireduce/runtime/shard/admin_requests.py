@@ -59,7 +59,7 @@ class Administration:
             return self._end(order)
         self._stops |= order.stops
         if order.action == "drain":
-            self._admission.intake.drain(self._admission.held_hellos)
+            self._admission.intake.drain(self._admission.hellos_in_memory)
         elif not self._stops:
             self._admission.intake.resume()
         return self.remaining_jobs

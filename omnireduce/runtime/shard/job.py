@@ -170,7 +170,7 @@ class ShardJob:
             inline=[] if has_relays else [rank for rank, link in enumerate(self.links) if link.inline],
             warn_after_s=min([WARN_AFTER_S, *(hello.timeout_s / 2 for hello in hellos)]),
             budget=self._budget,
-            reduction=Reduction if self._trace is None else self._trace.reduction,
+            make_reduction=Reduction if self._trace is None else self._trace.reduction,
             numbers=[hello.rank for hello in hellos],
             codecs=self._codecs,
             states=ShardStates(spec.state_bytes),

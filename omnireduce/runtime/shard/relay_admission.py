@@ -140,7 +140,7 @@ class Relaying:
         self._pending_jobs: dict[FormationKey, dict[Hashable, PendingUplink]] = {}  # workers that want to join, by job
         self._welcome = Counter[tuple[FormationKey, int]]()  # the number of welcome workers, by generation
         self._running: dict[int, Hello] = {}
-        self._held: dict[int, Hello] = {}  # by generation until its memory is released
+        self._in_memory: dict[int, Hello] = {}  # by generation until its memory is released
         self._next_generation = 1
         self.intake = Intake(limits.join_timeout_s)
 
@@ -181,8 +181,8 @@ class Relaying:
             return wrong, False
         if FormationKey.of(hello) in self._pending_jobs or hello.refuses:
             return "", False
-        jobs, held = self._other_jobs(hello, self._running), self._other_jobs(hello, self._held)
-        return self._limits.exceeded_together(hello, terms, jobs, held), True
+        jobs, in_memory = self._other_jobs(hello, self._running), self._other_jobs(hello, self._in_memory)
+        return self._limits.exceeded_together(hello, terms, jobs, in_memory), True
 
     def _other_jobs(self, hello: Hello, jobs: Mapping[int, Hello]) -> list[Hello]:
         """`jobs` and the pending jobs, without the job of `hello`: if it is elastic, it takes the room of its last
@@ -231,7 +231,7 @@ class Relaying:
 
     def released(self, generation: int) -> None:
         """A generation that is over has given back its memory and its connections."""
-        self._held.pop(generation, None)
+        self._in_memory.pop(generation, None)
 
     def expire(self, now: float) -> Iterator[AdmissionEffect]:
         """Time has passed: try once more to reach the upstream, or give up."""
@@ -251,9 +251,9 @@ class Relaying:
         return [status_of(list(uplinks.values()), now) for uplinks in self._pending_jobs.values()]
 
     @property
-    def held_hellos(self) -> list[Hello]:
+    def hellos_in_memory(self) -> list[Hello]:
         """A hello of each job that runs, or whose ranks are still leaving."""
-        return list(self._held.values())
+        return list(self._in_memory.values())
 
     def end(self, is_meant: Callable[[Hello], bool], reason: str, now: float) -> Iterator[AdmissionEffect]:
         """Jobs whose hellos match are ended: refuse the workers that wait for them, and workers that come again."""
@@ -425,7 +425,7 @@ class Relaying:
         for member, _, link in members:
             self._remove(member.key)
             self._selector.unregister(link)
-        self._running[generation] = self._held[generation] = job_hello
+        self._running[generation] = self._in_memory[generation] = job_hello
         self.intake.job_begins(job_hello)
         relayed = Relayed(
             uplink.address, [member_welcome for _, member_welcome, _ in members], [link for *_, link in members]

@@ -1,4 +1,4 @@
-"""Bugs of the worker's machine and of what it packs."""
+"""Bugs of the rank's machine and of what it packs."""
 
 from __future__ import annotations
 

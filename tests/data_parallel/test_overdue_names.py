@@ -11,20 +11,23 @@ import pytest
 from local_cluster import Daemon, configured, run_job
 
 from omnireduce import AbortedError, Communicator
-from omnireduce.data_parallel.late_ranks import Stall, describe_stalls, stalls
+from omnireduce.data_parallel.overdue_names import OverdueName, describe_overdue, find_overdue
 from omnireduce.data_parallel.queue import Queue
 
 
 def test_who_is_missing_where() -> None:
     reports = [[("a", 9.0), ("b", 1.0)], [("b", 2.0)], [("a", 3.0), ("b", 1.0)], []]
-    assert stalls(reports, [3], 2) == [Stall("a", 9.0, (0, 2), (1,))]
-    assert stalls(reports, [], 2) == [Stall("a", 9.0, (0, 2), (1, 3)), Stall("b", 2.0, (0, 1, 2), (3,))]
-    assert stalls(reports, [1, 3], 0) == []
+    assert find_overdue(reports, [3], 2) == [OverdueName("a", 9.0, (0, 2), (1,))]
+    assert find_overdue(reports, [], 2) == [
+        OverdueName("a", 9.0, (0, 2), (1, 3)),
+        OverdueName("b", 2.0, (0, 1, 2), (3,)),
+    ]
+    assert find_overdue(reports, [1, 3], 0) == []
 
 
 def test_many_names_are_cut() -> None:
-    result = [Stall(f"w{i}", 70.0, (0, 1), (2,)) for i in range(9)]
-    [(who, what)] = describe_stalls(result)
+    result = [OverdueName(f"w{i}", 70.0, (0, 1), (2,)) for i in range(9)]
+    [(who, what)] = describe_overdue(result)
     assert who == "rank 2"
     assert what == (
         "has not come to 'w0', 'w1', 'w2', 'w3', 'w4', 'w5' and 3 more, for which ranks 0, 1 wait since 70 s"

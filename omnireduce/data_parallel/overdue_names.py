@@ -1,4 +1,4 @@
-"""Stalls of a queue: collectives that some ranks wait for, and others do not come to."""
+"""Overdue names of a queue: collectives that some ranks have waited for too long, and others have not come to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_NAMED = 6
 Ready = tuple[str, float]  # a name, and for how many seconds a rank has been ready for it
 
 
-class Stall(NamedTuple):
+class OverdueName(NamedTuple):
     """A collective that some ranks are ready for, the first of them for `age_s` seconds, and others are `missing`."""
 
     name: str
@@ -18,7 +18,7 @@ class Stall(NamedTuple):
     missing: tuple[int, ...]
 
 
-def stalls(reports: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s: float) -> list[Stall]:
+def find_overdue(reports: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s: float) -> list[OverdueName]:
     """The collectives that have waited for `oldest_s` seconds or more, the oldest first. `reports`: by rank, what
     it is ready for. A rank that has joined is never missing."""
     ages: dict[str, dict[int, float]] = {}
@@ -29,20 +29,20 @@ def stalls(reports: Sequence[Sequence[Ready]], joined: Collection[int], oldest_s
     for name, ready in ages.items():
         missing = tuple(rank for rank in range(len(reports)) if rank not in ready and rank not in joined)
         if missing and max(ready.values()) >= oldest_s:
-            overdue.append(Stall(name, max(ready.values()), tuple(sorted(ready)), missing))
-    return sorted(overdue, key=lambda stall: -stall.age_s)
+            overdue.append(OverdueName(name, max(ready.values()), tuple(sorted(ready)), missing))
+    return sorted(overdue, key=lambda overdue_name: -overdue_name.age_s)
 
 
-def describe_stalls(overdue: Sequence[Stall]) -> list[tuple[str, str]]:
+def describe_overdue(overdue: Sequence[OverdueName]) -> list[tuple[str, str]]:
     """For each set of missing ranks, two texts: their numbers, and the collectives that wait for them."""
-    groups: dict[tuple[int, ...], list[Stall]] = {}
-    for stall in overdue:
-        groups.setdefault(stall.missing, []).append(stall)
+    groups: dict[tuple[int, ...], list[OverdueName]] = {}
+    for overdue_name in overdue:
+        groups.setdefault(overdue_name.missing, []).append(overdue_name)
     return [(_list_ranks(missing), _describe_group(group)) for missing, group in groups.items()]
 
 
-def _describe_group(group: Sequence[Stall]) -> str:
-    """A text for stalls with the same missing ranks."""
+def _describe_group(group: Sequence[OverdueName]) -> str:
+    """A text for overdue names with the same missing ranks."""
     first = group[0]
     return (
         f"{'has' if len(first.missing) == 1 else 'have'} not come to {_list_names(group)}, for which "
@@ -50,8 +50,8 @@ def _describe_group(group: Sequence[Stall]) -> str:
     )
 
 
-def _list_names(group: Sequence[Stall]) -> str:
-    quoted = [f"'{stall.name}'" for stall in group[:MAX_NAMED]]
+def _list_names(group: Sequence[OverdueName]) -> str:
+    quoted = [f"'{overdue_name.name}'" for overdue_name in group[:MAX_NAMED]]
     return ", ".join(quoted) + (f" and {len(group) - MAX_NAMED} more" if len(group) > MAX_NAMED else "")
 
 
