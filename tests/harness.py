@@ -14,6 +14,7 @@ import numpy as np
 from oracle import bits, indices_of_runs, indices_of_steps
 from samples import Array
 
+from benchmarks.harness.inproc import InprocLink
 from omnireduce.core.descriptor import Descriptor, describe
 from omnireduce.core.dtypes import element_type
 from omnireduce.core.wire.blocks import MAX_BLOCKS, Header, capacity, message_list, message_steps, read_header
@@ -32,7 +33,6 @@ from omnireduce.protocol.sharding import Sharding
 from omnireduce.runtime.driver import Driver
 from omnireduce.runtime.rank.calls.single import Pool
 from omnireduce.transport.base import Event
-from omnireduce.transport.inproc import InprocLink
 
 GUARD, GUARD_BYTE = 4096, 0xA5
 SWEEPS = 200_000  # far more than any test needs: a bound for runs that move and never finish

@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.contest.cases import BLOCK, SIZES
 from benchmarks.harness.carriers import NOTHING
 from benchmarks.harness.group import Group, PeerError, Servers, daemon, service_group
+from benchmarks.harness.inproc import InprocLink
 from benchmarks.harness.orders import connect, serve_turns
 from benchmarks.harness.verdicts import at_least, show_verdicts
 from omnireduce.core.descriptor import describe
@@ -33,7 +34,6 @@ from omnireduce.protocol.collective.dense_operands import DenseTensor
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.runtime.rank.threads import ParallelDriver, Threads
 from omnireduce.transport.base import Credited, Received
-from omnireduce.transport.inproc import InprocLink
 
 SLOTS, MESSAGE_BYTES, SPAN = 4, 1 << 20, 1 << 14
 EXTRA_AT = slice(24, 28)  # in a header: how many bytes of `extra` there are

@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
+from benchmarks.harness.inproc import InprocLink, pair
 from omnireduce.protocol.collective.effects import Effect
 from omnireduce.runtime.driver import Driver, Machine
 from omnireduce.transport.base import Event
-from omnireduce.transport.inproc import InprocLink, pair
 
 LINKS = 3
 

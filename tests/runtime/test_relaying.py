@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.harness.inproc import InprocLink, pair
 from omnireduce.core.wire.control import (
     MAX_RELAYS,
     NONCE_BYTES,
@@ -35,7 +36,6 @@ from omnireduce.protocol.joining.limits import Limits
 from omnireduce.runtime.shard.relay_admission import RETRY_S, Connected, Relaying, Upstream
 from omnireduce.support.secret import Secret
 from omnireduce.transport.base import Control, Lost
-from omnireduce.transport.inproc import InprocLink, pair
 
 UP, NAME = "top:7400", "relay:7400"
 LIMITS = Limits(max_jobs=2, max_world_size=40, max_job_bytes=1 << 26, join_timeout_s=30.0)

@@ -20,6 +20,7 @@ from local_cluster import WAIT_S, Daemon, Process, configured, eventually, run_j
 from tensors import sparse
 from transports import KINDS, MEMORY, over
 
+from benchmarks.harness.inproc import pair
 from omnireduce.errors import AbortedError, OmniReduceError, ProtocolError
 from omnireduce.protocol.collective.stream import ShardStream
 from omnireduce.runtime.rank import engine, joining
@@ -27,7 +28,6 @@ from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.threads import MAX_DEFAULT_THREADS, Threads, threads_for
 from omnireduce.support.config import Config
 from omnireduce.transport.base import Link
-from omnireduce.transport.inproc import pair
 from omnireduce.transport.unix_sockets import Peer
 
 BLOCK = 256

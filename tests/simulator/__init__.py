@@ -1,7 +1,7 @@
 """Whole clusters in virtual time, in one process, from one seed.
 
 What runs is the product: `ShardServer` with its admission, jobs and shard machines, `RankMachine`, `Driver` and
-the rendezvous' reading of answers. What is simulated is the network (`omnireduce.transport.sim`), every host's clock,
+the rendezvous' reading of answers. What is simulated is the network (`links`), every host's clock,
 the scheduling of processes, and who fails when. A run is a function of its seed, so `python -m tests.simulator --replay
 N` shows again what a test reported. docs/reliability.md says what is simulated and judged.
 

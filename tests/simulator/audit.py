@@ -14,7 +14,8 @@ from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.runtime.shard.relay_admission import Relaying
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.transport.sim import SimLink
+
+from .links import SimLink
 
 WORK_BYTES, RANK_BYTES = 1 << 20, 64 << 10  # work space of a job and of each rank, as in docs/security.md
 MOST_WORDS = 64  # control messages that may wait for a peer: some a second while it joins, then ever fewer

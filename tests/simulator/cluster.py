@@ -18,9 +18,9 @@ from omnireduce.runtime.shard.relay_admission import Connected, Upstream
 from omnireduce.support.secret import Secret
 from omnireduce.support.teams import Teams
 from omnireduce.transport.base import NO_SLOTS
-from omnireduce.transport.sim import SimLink, sim_pair
 
 from .faults import FROM_THE_START, handicap, strike
+from .links import SimLink, sim_pair
 from .plan import RARE, SLOWER, Fault, JobPlan, Plan
 from .shard import Shard
 from .stranger import ForeignSurvivor, Stranger

@@ -13,9 +13,9 @@ from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK
 from omnireduce.runtime.shard.access import Access
 from omnireduce.runtime.shard.relay_admission import Relaying, Upstream
 from omnireduce.runtime.shard.server import ShardServer
-from omnireduce.transport.sim import SimLink
 
 from .audit import audit_server, audit_turn
+from .links import SimLink
 from .world import Process, World
 
 IDLE_S = 60.0

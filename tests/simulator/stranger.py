@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from omnireduce.core.wire.control import PROTOCOL_VERSION, Goodbye, Hello, encode_control
 from omnireduce.support.config import Aggregator
 from omnireduce.transport.base import Credited, Received
-from omnireduce.transport.sim import SimLink
 
+from .links import SimLink
 from .world import Process
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from omnireduce.core.wire.blocks import HEADER_BYTES, MAX_BLOCKS, Header, messag
 from omnireduce.core.wire.control import Refused, encode_control
 from omnireduce.errors import ProtocolError
 from omnireduce.transport.base import Control, Credited, Event, Received
-from omnireduce.transport.sim import SimLink
+
+from .links import SimLink
 
 _HEADER = struct.Struct("<QqIIIIII")
 FAR = 1 << 40  # a block number that no tensor here has

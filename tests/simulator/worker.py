@@ -38,10 +38,10 @@ from omnireduce.runtime.rank.engine import GOODBYE_S
 from omnireduce.runtime.rank.joining import feed
 from omnireduce.runtime.rank.threads import ParallelDriver
 from omnireduce.support.secret import Secret
-from omnireduce.transport.sim import SimLink
 from omnireduce.transport.slot_memory import private_slots
 
 from .audit import audit_worker
+from .links import SimLink
 from .plan import JobPlan, ProtocolPlan
 from .threads import drawn_threads
 from .workload import Collective, Tree, Work, tree_of

@@ -9,7 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable
 
-from omnireduce.transport.inproc import UNLIMITED
+from benchmarks.harness.inproc import UNLIMITED
 
 TRACE_LINES = 200  # last events that a report shows
 MAX_AHEAD_S = 1e5  # between the clocks of two hosts

@@ -20,9 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from certificates import OPENSSL, certificates
 
+from benchmarks.harness import inproc
 from omnireduce.core.dtypes import Array
 from omnireduce.support.config import load_config
-from omnireduce.transport import inproc, sim
 from omnireduce.transport.base import Credited, Event, Link, Received
 from omnireduce.transport.framing import CREDIT, DATA, FRAME, StreamLink
 from omnireduce.transport.shm import ShmLink, connect_shm
@@ -32,6 +32,7 @@ from omnireduce.transport.tls import TlsLink, accept_tls, aggregator_context, co
 from omnireduce.transport.unix_sockets import listen_local
 from omnireduce.transport.verbs import link as verbs
 from omnireduce.transport.verbs.link import Failure, QueuePair, VerbsLink, Write
+from tests.simulator.links import SimLink, sim_pair
 
 SLOTS, SLOT_BYTES = 4, 65536
 WAIT_S = 20.0  # longer than anything here takes on a busy machine
@@ -110,7 +111,7 @@ class SimPair(Pair):
     def __init__(self) -> None:
         self._now, self._entered = 0.0, 0
         self._queue: list[tuple[float, int, Callable[[], object]]] = []
-        self.left, self.right = sim.sim_pair("right", "left", self, lambda: 1e-3, pipe_bytes=SLOT_BYTES)
+        self.left, self.right = sim_pair("right", "left", self, lambda: 1e-3, pipe_bytes=SLOT_BYTES)
         for end in self.ends:
             end.attach(private_slots(SLOTS, SLOT_BYTES), private_slots(SLOTS, SLOT_BYTES))
 
@@ -127,7 +128,7 @@ class SimPair(Pair):
             action()
 
     def forge(self, link: Link, event: Received | Credited) -> None:
-        assert isinstance(link, sim.SimLink)
+        assert isinstance(link, SimLink)
         self.at(self._now + 1e-3, lambda: link.deliver(event))  # behind what was sent before
 
 

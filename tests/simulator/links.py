@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from benchmarks.harness.inproc import FRAME_BYTES, InprocLink, wire_bytes
 from omnireduce.core.dtypes import Array
 from omnireduce.transport.base import EVERYTHING, Control, Event, Lost, Received
-from omnireduce.transport.inproc import FRAME_BYTES, InprocLink, wire_bytes
 
 POISON = 0xEE  # fills a receive slot once its credit is returned, so that late reads are noticed
 
