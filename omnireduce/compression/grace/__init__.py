@@ -11,7 +11,7 @@ loading        classes that users wrote             claims       the claims of a
 """
 
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory
-from omnireduce.compression.grace.communicators import Allgather, Broadcast
+from omnireduce.compression.grace.communicators import Aggregator, Allgather, Allreduce, Broadcast
 from omnireduce.compression.grace.lowrank import PowerSGDCompressor
 from omnireduce.compression.grace.memories import (
     DgcMemory,
@@ -47,7 +47,6 @@ from omnireduce.compression.grace.selecting_compressors import (
     ThresholdCompressor,
     TopKCompressor,
 )
-from omnireduce.compression.grace.service import Aggregator, Allreduce
 
 __all__ = [
     "AdaptiveCompressor",

@@ -13,10 +13,9 @@ from omnireduce.compression.grace import (
     packing_compressors,
     quantizing_compressors,
     selecting_compressors,
-    service,
 )
 from omnireduce.compression.grace.base import Communicator, Compressor, Memory, class_text
-from omnireduce.compression.grace.communicators import Allgather, Broadcast, BuiltInCommunicator
+from omnireduce.compression.grace.communicators import Aggregator, Allgather, Allreduce, Broadcast, BuiltInCommunicator
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import global_communicator
 from omnireduce.runtime.rank.communicator import Communicator as Member
@@ -67,9 +66,9 @@ MEMORIES: Mapping[str, type[Memory]] = {
     "residual": memories.ResidualMemory,
 }
 COMMUNICATORS: Mapping[str, type[BuiltInCommunicator]] = {
-    "aggregator": service.Aggregator,
+    "aggregator": Aggregator,
     "allgather": Allgather,
-    "allreduce": service.Allreduce,
+    "allreduce": Allreduce,
     "alltoall": packing_compressors.AllToAll,
     "broadcast": Broadcast,
 }
