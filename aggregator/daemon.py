@@ -283,9 +283,7 @@ class Daemon:
 
     def _stop(self, kind: str, timeout_s: float) -> bool:
         """Stop the children of this kind; return whether all ended by themselves."""
-        children = (
-            self._shards if kind == "shard" else [child for child in self._children.members if child.kind == kind]
-        )
+        children = [child for child in self._children.members if child.kind == kind]
         for child in self._children.stop(children, timeout_s):
             fields = tagged(f"{kind}_killed", **{kind: child.address})
             log.error("%s did not stop; killed it", child.name, extra=fields)

@@ -83,9 +83,9 @@ def largest(x: Array, k: int) -> Array:
     list_at_least(bits, bin_of_last << SHIFT, candidates)
     magnitudes = bits[candidates] & MAGNITUDE
     threshold = np.partition(magnitudes, candidates.size - k)[candidates.size - k]
-    ties = np.flatnonzero(magnitudes == threshold)
-    spare = int(np.count_nonzero(magnitudes >= threshold)) - k
     chosen = magnitudes >= threshold
+    ties = np.flatnonzero(magnitudes == threshold)
+    spare = int(np.count_nonzero(chosen)) - k
     chosen[ties[len(ties) - spare :]] = False
     indices: Array = candidates[chosen]
     return indices
@@ -172,7 +172,7 @@ class Threshold(Selector):
     """The elements whose magnitude is above `threshold`: any number of them, even none."""
 
     def __init__(self, threshold: float = 0.01) -> None:
-        self.threshold = _positive(threshold)
+        self.threshold = _check_threshold(threshold)
 
     def choose(self, x: Array, name: str, step: int) -> Array:
         return at_least(x, self.threshold, strictly=True)
@@ -257,9 +257,11 @@ class Adaptive(Selector):
         return indices
 
 
-def _positive(threshold: object) -> float:
-    if isinstance(threshold, bool) or not isinstance(threshold, int | float | np.floating):
-        raise UsageError(f"threshold {threshold!r}: expected a number from 0 on")
-    if not 0 <= threshold < np.inf:
+def _check_threshold(threshold: object) -> float:
+    if (
+        isinstance(threshold, bool)
+        or not isinstance(threshold, int | float | np.floating)
+        or not 0 <= threshold < np.inf
+    ):
         raise UsageError(f"threshold {threshold!r}: expected a number from 0 on")
     return float(threshold)

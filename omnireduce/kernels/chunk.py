@@ -1,4 +1,4 @@
-"""The steps of a rank with a chunk of a tensor: stage, combine, show, collect. See `exchange`.
+"""The steps of a rank with a chunk of a tensor: stage, combine, show, collect. See `exchange_steps`.
 
 `rows` are blocks of this rank's tensor, uint64 (blocks, words per block), the first of them block number `origin`.
 
@@ -12,21 +12,17 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import inlined, inner
 from omnireduce.kernels.instructions import counter, prefetch, prefetch_to_write, row_of, span_of
-from omnireduce.kernels.merge_indices import ABSENT, MARK_SHIFT
+from omnireduce.kernels.merge_indices import ABSENT, MARK_SHIFT, NUMBER_MASK
 from omnireduce.kernels.reduce import OWN, SUM
 from omnireduce.kernels.reducers_by_type import reduce_at
-from omnireduce.kernels.regions import (
-    FLOAT16,
-    LINE,
-    part_of,
-    result_slot_of,
-    slot_of,
-)
+from omnireduce.kernels.regions import FLOAT16, LINE, part_of, result_slot_of, slot_of
 
 AHEAD = 1024  # words between what is scanned and what is fetched
 NEAR = 512  # the same for what is written
-# Notes on a block, of several hosts: a rank of this one has it; their sum is not 0; a shard has returned it.
-PRESENT, NON_ZERO, RETURNED = 1, 2, 4
+# Flags of a block in `notes`, for a job of several hosts.
+PRESENT = 1  # a rank of this host has it
+NON_ZERO = 2  # the sum of this host is not 0
+RETURNED = 4  # a shard has returned it
 BATCH = 16  # blocks that are planned, then reduced: they stay in the nearest cache
 
 
@@ -73,7 +69,8 @@ def _note_staged(state: Array, ints: Array, chunk: int, positions: Array) -> int
     first, start, stop = part_of(state, chunk, s["me"])
     for rank in range(s["ranks"]):
         slot = slot_of(state, rank, chunk)
-        staged = 0 if rank == s["me"] else counter(ints, slot + s["me"])  # once: it may change
+        # Read once, because another process may change it.
+        staged = 0 if rank == s["me"] else counter(ints, slot + s["me"])
         if staged < 0 or staged > stop - start:
             return rank
         positions[0, rank] = slot + s["indices"] + start - first
@@ -141,7 +138,7 @@ def _plan(
 def _write_result(state: Array, out: Array, plan: Array, marked: Array, target: Array, notes: Array) -> None:
     """Copy the blocks `out` of a result into this rank's tensor. With several hosts, note in `notes` what they are."""
     s = state[0]
-    me, in_place, mask, low = s["me"], s["in_place"] != 0, s["mask"], (1 << MARK_SHIFT) - 1
+    me, in_place, mask = s["me"], s["in_place"] != 0, s["mask"]
     for k in range(out.shape[0]):
         result, destination, word = row_of(out, k), row_of(target, plan[k, 0]), np.uint64(0)
         if in_place and marked[k] >> MARK_SHIFT == me + 1:
@@ -151,7 +148,7 @@ def _write_result(state: Array, out: Array, plan: Array, marked: Array, target: 
                 destination[i] = result[i]
                 word |= result[i]
         if s["shards"]:
-            notes[marked[k] & low] = PRESENT | (NON_ZERO if word & mask != 0 else 0)
+            notes[marked[k] & NUMBER_MASK] = PRESENT | (NON_ZERO if word & mask != 0 else 0)
             if word & mask == 0:
                 destination[:] = 0  # -0 becomes +0
 
@@ -168,7 +165,8 @@ def combine_part(
     first, start, stop = part_of(state, chunk, me)
     at = slot_of(state, me, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
-    keeps_marks = s["op"] == SUM and s["storage"] < FLOAT16  # then what one rank alone brought is the result
+    # Then a block that one rank alone brought is its own sum, so the mark stays.
+    keeps_marks = s["op"] == SUM and s["storage"] < FLOAT16
     arena, own_bytes = words.view(np.uint8), source.view(np.uint8)
     wrong = _note_staged(state, ints, chunk, positions)
     if wrong >= 0:
@@ -182,7 +180,7 @@ def combine_part(
         reduce_at(s["reducer"], s["op"], arena, plan[:planned], own_bytes, out.view(np.uint8), scratch, bits)
         for k in range(planned):
             if not keeps_marks:
-                marked[k] &= (1 << MARK_SHIFT) - 1
+                marked[k] &= NUMBER_MASK
             ints[indices_at + count + k] = marked[k]
         _write_result(state, out, plan, marked, target, notes)
         count += planned
@@ -218,24 +216,25 @@ def collect_part(state: Array, ints: Array, words: Array, target: Array, origin:
     """Take the result of the part of `rank` of a chunk. Returns how many blocks it has; -1: its region is not in
     order."""
     s = state[0]
-    width, me, low, in_place = s["width"], s["me"], (1 << MARK_SHIFT) - 1, s["in_place"] != 0
+    width, me, in_place = s["width"], s["me"], s["in_place"] != 0
     first, start, stop = part_of(state, chunk, rank)
     at = result_slot_of(state, rank, chunk)
     rows_at, indices_at = at + s["rows"] + (start - first) * width, at + s["indices"] + start - first
-    count = counter(ints, at + rank)  # once: it may change, as may what follows
+    count = counter(ints, at + rank)  # read once: another process may change it, and what follows
     if count < 0 or count > stop - start:
         return -1
     previous, ahead = start - 1, max(1, NEAR // width)
     for k in range(count):
         marked = counter(ints, indices_at + k)
-        block = marked & low
+        block = marked & NUMBER_MASK
         if block <= previous or block >= stop:
             return -1
         if not in_place:
             target[previous + 1 - origin : block - origin] = 0
         previous = block
         if k + ahead < count:
-            next_row = row_of(target, min(max(ints[indices_at + k + ahead] & low, start), stop - 1) - origin)
+            next_block = min(max(ints[indices_at + k + ahead] & NUMBER_MASK, start), stop - 1)
+            next_row = row_of(target, next_block - origin)
             for i in range(0, width, LINE):
                 prefetch_to_write(next_row, i)
         if not (in_place and marked >> MARK_SHIFT == me + 1):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import kernel
-from omnireduce.kernels.merge_indices import MARK_SHIFT
-
-NUMBER = (1 << MARK_SHIFT) - 1  # the bits of an index that are its block number
+from omnireduce.kernels.merge_indices import NUMBER_MASK
 
 
 @kernel
@@ -46,13 +44,13 @@ def expand_runs(
         if length <= used:
             break
         remaining = min(length - used, indices.size - filled)
-        number = first & NUMBER
+        number = first & NUMBER_MASK
         mark = first - number
         offset = number % stripe_blocks + used  # from the start of its stripe, over the shard's next ones
         number = (number // stripe_blocks + offset // stripe_blocks * shards) * stripe_blocks + offset % stripe_blocks
         while remaining > 0:
             step = min(remaining, stripe_blocks - number % stripe_blocks)
-            if number + step > NUMBER + 1:
+            if number + step > NUMBER_MASK + 1:
                 return filled, run, used
             for k in range(step):
                 indices[filled + k] = mark + number + k

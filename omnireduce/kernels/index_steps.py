@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.compiling.jit import kernel
-from omnireduce.kernels.index_runs import NUMBER
+from omnireduce.kernels.merge_indices import NUMBER_MASK
 
 STEP_BYTES = 7  # size of the longest step
 BITS, MORE = 7, 0x80
@@ -24,7 +24,7 @@ def list_steps(indices: Array, max_bytes: int, steps: Array) -> int:
     for k in range(indices.size):
         step = indices[k] - previous
         previous = indices[k]
-        if previous > NUMBER:
+        if previous > NUMBER_MASK:
             return 0
         while step >= MORE:
             steps[written] = step & (MORE - 1) | MORE
@@ -50,11 +50,11 @@ def expand_steps(listed: Array, position: int, number: int, indices: Array) -> t
         while byte >= MORE:
             if position == listed.size or shift == STEP_BYTES * BITS:
                 return k, position, number
-            byte = int(listed[position])  # once: it may change
+            byte = int(listed[position])  # read once, because another process may change it
             step |= (byte & (MORE - 1)) << shift
             shift += BITS
             position += 1
-        if number + step > NUMBER:
+        if number + step > NUMBER_MASK:
             return k, position, number
         number += step
         indices[k] = number

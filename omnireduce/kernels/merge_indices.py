@@ -7,6 +7,7 @@ from omnireduce.kernels.compiling.jit import inner, kernel
 
 ABSENT = -1  # in `parts`: this rank's block is zero
 MARK_SHIFT = 48  # above it in a result's index: 1 + the only contributor, or 0
+NUMBER_MASK = (1 << MARK_SHIFT) - 1  # the bits of an index that are its block number
 
 
 @inner
@@ -56,7 +57,7 @@ def admit_marked(
     """
     for k in range(shared.size):
         marked = shared[k]
-        copy[k] = marked & ((1 << MARK_SHIFT) - 1)
+        copy[k] = marked & NUMBER_MASK
         unchanged[k] = marked >> MARK_SHIFT == rank + 1
     return _valid_count(copy, low, high, shard, shards, stripe_blocks)
 

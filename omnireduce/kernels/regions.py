@@ -3,8 +3,8 @@
 A region is the memory that one rank writes and all ranks of the host read. It begins with its counters and two
 descriptors. Each of its slots has, for a chunk of up to C blocks, counts (one for each part), indices (C) and rows (C).
 Part p of a chunk has the same place in the rows and indices of every slot. In the slot of rank p itself that place
-holds the result of part p; with several hosts, the same place of another slot. An index of a result also says who alone
-contributed, as in `merge`.
+holds the result of part p; with several hosts, results have slots of their own. An index of a result also says who
+alone contributed: see `merge_indices`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,8 @@ BEGUN, STAGED, COMBINED, COLLECTED, ASLEEP, LEFT, SUMMED, COMPILED = (line * LIN
 BEGUN_AT = BEGUN + 1  # two words: when the rank began this collective and the one before, in nanoseconds
 DESCRIPTORS = 8 * LINE  # two places: the next collective has the other one
 SLOTS = DESCRIPTORS + 2 * DESCRIPTOR_WORDS + 4  # the first slot, at a cache line
-STORAGES = (
-    "float32",
-    "float64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "bfloat16",
-)  # the types in which elements are added
+# The types in which elements are added.
+STORAGES = "float32", "float64", "int8", "int16", "int32", "int64", "float16", "bfloat16"
 FLOAT32, FLOAT64, INT8, INT16, INT32, INT64, FLOAT16, BFLOAT16 = range(len(STORAGES))
 
 STATE = np.dtype(
@@ -53,8 +45,8 @@ STATE = np.dtype(
             "taken",  # steps
             "last", "late_ns", "culprit",  # the last rank to begin, its delay; the rank with a wrong region
             "number_chunks", "is_listing", "wants_room", "union", "staged_rows",  # fields for rows; see `rows`
-            "row_shards",  # they deal the sums of rows that this rank sends; 0: it needs all sums
-            "shards", "stripe_blocks",  # they deal stripes to shards; 0 shards: there is one host
+            "row_shards",  # the number of shards among which a host's sums of rows are divided; 0: it sends none
+            "shards", "stripe_blocks",  # the number of shards among which stripes are divided; 0: there is one host
             "summed", "shown_blocks",  # chunks of which this rank has summed its part, blocks that it has shown
             "arrived",  # below this block the sums of all hosts are there
         )

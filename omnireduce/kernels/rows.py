@@ -1,4 +1,4 @@
-"""The steps of a rank with rows of a sparse matrix: stage, list, merge. See `exchange`.
+"""The steps of a rank with rows of a sparse matrix: stage, list, merge. See `exchange_steps`.
 
 `lists`, int64 (5, ranks), says where each rank's numbers are in `listed`, int64 (rows of all ranks,). These are a
 checked copy, which no peer can change. So nothing of staged rows is believed except the elements. `union`: int64 (room,
@@ -32,7 +32,8 @@ def count_rows(state: Array, ints: Array, numbers: Array, lists: Array) -> int:
     for rank in range(s["ranks"]):
         count = numbers.size
         if rank != s["me"]:
-            count = counter(ints, rank * s["region_words"] + descriptor_at + ROWS_AT)  # once: it may change
+            # Read once, because another process may change it.
+            count = counter(ints, rank * s["region_words"] + descriptor_at + ROWS_AT)
         if count < 0 or count > s["full_blocks"]:
             return rank
         lists[:, rank] = total
@@ -68,7 +69,7 @@ def take_numbers(state: Array, ints: Array, numbers: Array, chunk: int, lists: A
         start = lists[FIRST, rank] + first
         previous = listed[start - 1] if chunk and start <= lists[STOP, rank] else -1
         for k in range(start, min(start + s["slot_words"], lists[STOP, rank])):
-            number = counter(ints, at + k - start)  # once, too
+            number = counter(ints, at + k - start)  # read once, too
             if number <= previous or number >= s["full_blocks"]:
                 return rank
             listed[k] = previous = number
@@ -77,7 +78,7 @@ def take_numbers(state: Array, ints: Array, numbers: Array, chunk: int, lists: A
 
 @inner
 def list_union(state: Array, lists: Array, listed: Array, union: Array) -> None:
-    """List the next rows of the union, up to AT_ONCE."""
+    """List the next rows of the union, up to ROWS_PER_STEP."""
     s = state[0]
     for count in range(s["union"], s["union"] + ROWS_PER_STEP):
         low, first = NO_NUMBER, -1

@@ -140,11 +140,6 @@ class FusedAllReduce:
         return self.reduce_scatter.operands[0]
 
     @property
-    def computations(self) -> tuple[Expression, ...]:
-        """The computations on the parts, in order: all but ReduceScatter, AllGather and Update."""
-        return tuple(node for node in self.nodes if not isinstance(node, ReduceScatter | AllGather | Update))
-
-    @property
     def updates(self) -> tuple[Update, ...]:
         """Tensors that get a new value here: sliced state, and replicated ones that get a result."""
         return tuple(node for node in self.nodes if isinstance(node, Update))

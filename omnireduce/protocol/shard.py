@@ -83,11 +83,6 @@ class ResultSlots:
         return [slot for slot in range(len(self._readers)) if self.release(rank, slot)]
 
     @property
-    def unread(self) -> list[int]:
-        """The slots that some rank has not read."""
-        return [slot for slot, readers in enumerate(self._readers) if readers]
-
-    @property
     def readers(self) -> list[int]:
         """The ranks that have not read something."""
         return sorted(set().union(*self._readers))

@@ -9,7 +9,7 @@ from omnireduce.protocol.collective.reduction import BLOCK_WORK, Budget
 from omnireduce.protocol.joining.limits import Limits
 from omnireduce.protocol.rank import RankMachine
 from omnireduce.protocol.relay import RelayMachine
-from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK, ShardMachine
+from omnireduce.protocol.shard import RANK_WORK, ROUND_WORK, ResultSlots, ShardMachine
 from omnireduce.runtime.shard.connections import Connection
 from omnireduce.runtime.shard.job import ShardJob
 from omnireduce.runtime.shard.relay_admission import Relaying
@@ -118,7 +118,7 @@ def _audit_job(job: ShardJob, limits: Limits) -> Iterator[str]:
 
 
 def _audit_machine(machine: ShardMachine) -> Iterator[str]:
-    unread, free = machine._slots.unread, machine._slots.free
+    unread, free = _unread(machine._slots), machine._slots.free
     filling = [machine._filling_slot] if machine._filling_slot >= 0 else []
     if sorted(free + unread + filling) != list(range(machine._slot_count)):
         yield f"result slots: {free} free, {unread} unread, {filling} being filled, of {machine._slot_count}"
@@ -130,8 +130,13 @@ def _audit_machine(machine: ShardMachine) -> Iterator[str]:
         yield "all ranks have left, and it goes on"
 
 
+def _unread(slots: ResultSlots) -> list[int]:
+    """The slots that some rank has not read."""
+    return [slot for slot, readers in enumerate(slots._readers) if readers]
+
+
 def _audit_relay(machine: RelayMachine) -> Iterator[str]:
-    unread, free = machine._down_slots.unread, machine._down_slots.free
+    unread, free = _unread(machine._down_slots), machine._down_slots.free
     if sorted(free + unread) != list(range(machine._slot_count)):
         yield f"slots of results: {free} free, {unread} unread"
     if len(machine._confirmed) == len(machine._inboxes):

@@ -29,10 +29,8 @@ from omnireduce.kernels.compiling.cache import KernelFiles
 from omnireduce.support.files.cache import CACHE_VARIABLE, cache_folders
 from omnireduce.support.version import __version__
 
-CONSTANTS = (
-    "core/block_program",
-    "core/dtypes",
-)  # modules outside of this folder whose constants are compiled into kernels
+# Modules outside of this folder whose constants are compiled into kernels.
+CONSTANTS = "core/block_program", "core/dtypes"
 OURS = "omnireduce.kernels."
 _rebuild: Any = CompileResult._rebuild
 _pickled: Any = dumps

@@ -87,7 +87,7 @@ MUTATIONS = (
         _RUNS,
         "a rank keeps a block to which another contributed",
         "(index != expected and index != expected + gap)",
-        "((index ^ expected) & NUMBER and index != expected + gap)",
+        "((index ^ expected) & NUMBER_MASK and index != expected + gap)",
     ),
     Mutation(
         "a step of any length",

@@ -34,7 +34,7 @@ MUTATIONS = (
         _RELAY,
         "a result is overwritten that other members still read",
         "        elif self._down_slots.release(peer, slot):\n",
-        "        elif self._down_slots.release(peer, slot) or slot in self._down_slots.unread:\n",
+        "        elif self._down_slots.release(peer, slot) or self._down_slots._readers[slot]:\n",
         first=_OF_RELAYS,
     ),
     Mutation(
