@@ -1,4 +1,4 @@
-"""Names of Horovod that are the same in all fronts: ways to compress, and questions about its build.
+"""Names of Horovod that are the same in all fronts: ways to compress, objects, and questions about its build.
 
 A gradient is an array of NumPy, or a tensor with the methods of torch.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Sum
+from omnireduce.data_parallel.scaling import Adasum, Average, Max, Min, Product, Sum, root_of
 from omnireduce.data_parallel.session import (
     ProcessSet,
     add_process_set,
@@ -21,12 +21,15 @@ from omnireduce.data_parallel.session import (
     is_initialized,
     local_rank,
     local_size,
+    name_of,
+    queue,
     rank,
     remove_process_set,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
+    submit_named,
 )
 
 
@@ -71,6 +74,31 @@ class Compression:
     fp16 = FP16Compressor
 
 
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    trust: bool = False,
+) -> Any:
+    """The object of rank `root_rank` (its number in the job) on all ranks. It is plain data, in PyTorch with tensors in
+    it, or, with `trust` on all ranks, anything that can be pickled: see `omnireduce.broadcast_object`, and
+    `omnireduce.torch.tensor_objects`."""
+    name = name_of("broadcast_object", name, process_set)
+    root = submit_named([name], process_set, lambda: root_of(root_rank, process_set))
+    return queue(process_set).broadcast_object_async(obj, root, name=name, trust=trust).wait()
+
+
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set, *, trust: bool = False
+) -> list[Any]:
+    """The objects of all ranks, by rank. See `broadcast_object`."""
+    name = name_of("allgather_object", name, process_set)
+    objects: list[Any] = queue(process_set).allgather_object_async(obj, name=name, trust=trust).wait()
+    return objects
+
+
 def mpi_threads_supported() -> bool:
     """Say no: nobody knows whether MPI may be used in several threads beside the service."""
     return False
@@ -98,6 +126,8 @@ __all__ = [
     "Product",
     "Sum",
     "add_process_set",
+    "allgather_object",
+    "broadcast_object",
     "ccl_built",
     "check_extension",
     "cross_rank",

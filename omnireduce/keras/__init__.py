@@ -18,10 +18,8 @@ from omnireduce.data_parallel.horovod_names import *
 from omnireduce.keras import callbacks, elastic
 from omnireduce.keras.collectives import (
     allgather,
-    allgather_object,
     allreduce,
     broadcast,
-    broadcast_object,
     broadcast_variables,
     reducescatter,
 )
@@ -34,10 +32,8 @@ __all__ = [
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
     "allgather",
-    "allgather_object",
     "allreduce",
     "broadcast",
-    "broadcast_object",
     "broadcast_variables",
     "callbacks",
     "elastic",

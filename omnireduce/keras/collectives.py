@@ -123,23 +123,6 @@ def broadcast(
     return call_with_arrays(receive, [value])[0]
 
 
-def broadcast_object(
-    value: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """The object of rank `root_rank` (its number in the job) on all ranks: plain data, as
-    `omnireduce.broadcast_object` has it."""
-    name = session.name_of("broadcast_object", name, process_set)
-    root = submit_named([name], process_set, lambda: root_of(root_rank, process_set))
-    return session.queue(process_set).broadcast_object_async(value, root, name=name).wait()
-
-
-def allgather_object(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """The objects of all ranks, by rank: plain data."""
-    name = session.name_of("allgather_object", name, process_set)
-    objects: list[Any] = session.queue(process_set).allgather_object_async(value, name=name).wait()
-    return objects
-
-
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:

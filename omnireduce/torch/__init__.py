@@ -22,8 +22,6 @@ from omnireduce.torch.backend.process_group import ProcessGroup
 from omnireduce.torch.backend.rendezvous import register_rendezvous
 from omnireduce.torch.batch_norm import SyncBatchNorm
 from omnireduce.torch.broadcasting import (
-    allgather_object,
-    broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
@@ -75,7 +73,6 @@ __all__ = [
     "SyncBatchNorm",
     "allgather",
     "allgather_async",
-    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -89,7 +86,6 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
-    "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "elastic",

@@ -1,4 +1,4 @@
-"""Parameters, states of optimizers and objects of one rank, given to all, in Horovod's words."""
+"""Parameters and states of optimizers of one rank, given to all, in Horovod's words."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from omnireduce.data_parallel.horovod_names import broadcast_object
 from omnireduce.data_parallel.scaling import root_of
 from omnireduce.data_parallel.session import ProcessSet, global_process_set, name_of, queue, submit_named
 from omnireduce.errors import UsageError
@@ -104,27 +105,3 @@ def _restore_tensors(x: Any, tensors: list[Tensor]) -> Any:
         return tuple(values) if x["is_tuple"] else values
     tensors.append(torch.empty(x["shape"], dtype=getattr(torch, x["tensor"])))
     return tensors[-1]
-
-
-def broadcast_object(
-    obj: Any = None,
-    root_rank: int = 0,
-    name: str | None = None,
-    *,
-    process_set: ProcessSet = global_process_set,
-    trust: bool = False,
-) -> Any:
-    """The object of the root. It is plain data with tensors in it, or, with `trust` on all ranks, anything that can be
-    pickled: see `omnireduce.broadcast_object`, and `omnireduce.torch.tensor_objects`."""
-    name = name_of("broadcast_object", name, process_set)
-    root = submit_named([name], process_set, lambda: root_of(root_rank, process_set))
-    return queue(process_set).broadcast_object_async(obj, root, name=name, trust=trust).wait()
-
-
-def allgather_object(
-    obj: Any, name: str | None = None, *, process_set: ProcessSet = global_process_set, trust: bool = False
-) -> list[Any]:
-    """A list of the objects of all ranks. See `broadcast_object`."""
-    name = name_of("allgather_object", name, process_set)
-    objects: list[Any] = queue(process_set).allgather_object_async(obj, name=name, trust=trust).wait()
-    return objects

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple, cast
+from types import MethodType
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from omnireduce.data_parallel.session import ProcessSet, queue
 from omnireduce.errors import OmniReduceError, UsageError, a_type
 from omnireduce.torch.collectives import start_reduction, start_sum_of_rows
 from omnireduce.torch.tensors import Handle, array_of, handle_of, synchronize
+
+T = TypeVar("T")
 
 Named = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
@@ -152,6 +154,20 @@ class StepGradients(ABC):
         """Raises UsageError while gradients are combined."""
 
 
+def call_on_gradient(parameter: Tensor, method: Callable[[T], None], argument: T) -> None:
+    """Call `method` with `argument` whenever backward has made the gradient of `parameter`. The hook does not keep the
+    object of the method, which goes when the program has dropped its optimizer."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(_: Tensor) -> None:
+        live_method = reference()
+        if live_method is not None:
+            live_method(argument)
+
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    weakref.finalize(cast(MethodType, method).__self__, handle.remove).atexit = False
+
+
 class Gradients(StepGradients):
     """Gradients of one optimizer. A hook starts to combine each gradient when backward has made it for the last time
     before a step."""
@@ -171,8 +187,7 @@ class Gradients(StepGradients):
         for name, parameter in self._names.parameters_of(optimizer).items():
             if is_member and parameter.requires_grad and parameter not in self._entries:
                 entry = self._entries[parameter] = Entry(parameter, name, self._passes)
-                hook = parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), entry))
-                weakref.finalize(self, hook.remove).atexit = False
+                call_on_gradient(parameter, self.note_gradient, entry)
 
     def put_in_groups(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Combine those of each group together. Raises UsageError for what is no parameter of the optimizer."""
@@ -315,13 +330,6 @@ class Gradients(StepGradients):
         """Raises UsageError while gradients are combined."""
         if any(entry.handle is not None for entry in self._entries.values()):
             raise UsageError("zero_grad between backward and step, while gradients are combined; call step first")
-
-
-def _on_gradient(reference: weakref.ref[Gradients], entry: Entry, _: Tensor) -> None:
-    """A hook, which does not keep an optimizer that the program has dropped."""
-    target = reference()
-    if target is not None:
-        target.note_gradient(entry)
 
 
 def _discard_result(_: object) -> None:

@@ -15,9 +15,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -30,6 +29,7 @@ from omnireduce.optimizers.rules import Rule, check_rule
 from omnireduce.optimizers.sharded import ShardedOptimizer as ArrayOptimizer
 from omnireduce.runtime.rank.reported_errors import report_errors_to
 from omnireduce.support.logs import tagged
+from omnireduce.torch.gradient_hooks import call_on_gradient
 from omnireduce.torch.tensors import array_of, staged
 
 log = logging.getLogger("omnireduce")
@@ -84,7 +84,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle()
+        if self._pending is not None:
+            self.restore()
         changed = [part.has_changed_gradients() for part in self._parts]
         if any(changed):
             _warn_of_changed_gradients()
@@ -98,12 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def gradient_norm(self) -> float | None:
         """With `clip_norm`, how long the mean of the gradients was in the last step, before it was clipped."""
-        return self._parts[0].gradient_norm
-
-    def _settle(self) -> None:
-        """Give the shards a state that was loaded before."""
-        if self._pending is not None:
-            self.restore()
+        return self._parts[0].optimizer.gradient_norm
 
     def state_dict(self) -> dict[str, Any]:
         """The state on the shards, on all ranks, in the form of torch's optimizers."""
@@ -159,7 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _norm_of(prepared: Sequence[tuple[_Group, dict[str, Any]]]) -> float:
     """The norm of the means of all gradients together."""
-    ends = [part.begin_squares(gradients) for part, gradients in prepared]
+    ends = [part.optimizer.begin_squares(gradients) for part, gradients in prepared]
     return math.sqrt(sum(end() for end in ends))
 
 
@@ -172,13 +168,6 @@ def _warn_of_changed_gradients() -> None:
             "they were clipped, each rank has clipped its own ones, not their mean: give the optimizer clip_norm= or "
             "clip_value= instead", extra=tagged("changed_gradients"),
         )  # fmt: skip
-
-
-def _on_gradient(reference: weakref.ref[_Group], at: int, _: Tensor) -> None:
-    """A hook, which does not keep an optimizer that the program has dropped."""
-    target = reference()
-    if target is not None:
-        target.note_gradient(at)
 
 
 def _numbers_of(rule: Rule) -> dict[str, Any]:
@@ -196,9 +185,8 @@ class _Group:
         self._versions = dict[int, int]()  # how often gradients were changed, as torch counts, until backward ended
         for at, param in enumerate(self.params):
             if param.requires_grad:
-                hook = param.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), at))
-                weakref.finalize(self, hook.remove).atexit = False
-        self._optimizer = ArrayOptimizer(
+                call_on_gradient(param, self.note_gradient, at)
+        self.optimizer = ArrayOptimizer(
             weights, self._rule(), tables=tables, comm=communicator(), name=name, **clipping
         )
 
@@ -219,21 +207,14 @@ class _Group:
     def prepared(self) -> dict[str, Any]:
         """The gradients that this rank has, ready for a step. Raises UsageError for a sparse one that should be dense,
         or the other way round."""
-        self._optimizer.rule = self._rule()
-        self._stage()
-        return self._optimizer.check_gradients({str(at): self._gradient(at) for at in range(len(self.params))})
-
-    def begin_squares(self, gradients: Mapping[str, Any]) -> Callable[[], float]:
-        """Start to add up the squares of the means; what this returns gives the sum."""
-        return self._optimizer.begin_squares(gradients)
-
-    @property
-    def gradient_norm(self) -> float | None:
-        return self._optimizer.gradient_norm
+        self.optimizer.rule = self._rule()
+        if not self.optimizer.steps:
+            self._take_copies()  # weights that are on a GPU
+        return self.optimizer.check_gradients({str(at): self._gradient(at) for at in range(len(self.params))})
 
     def begin_update(self, gradients: Mapping[str, Any], norm: float | None) -> Callable[[], None]:
         """Start an update; what this returns ends it."""
-        end = self._optimizer.begin_update(gradients, norm)
+        end = self.optimizer.begin_update(gradients, norm)
 
         def end_step() -> None:
             end()
@@ -243,12 +224,7 @@ class _Group:
 
     def refuse(self, error: Exception) -> None:
         """See `omnireduce.ShardedOptimizer`."""
-        self._optimizer.refuse(error)
-
-    def _stage(self) -> None:
-        """Before the first step, copy the weights that are on a GPU."""
-        if not self._optimizer.steps:
-            self._take_copies()
+        self.optimizer.refuse(error)
 
     def _take_copies(self) -> None:
         for param, copy in zip(self.params, self._copies, strict=True):
@@ -273,9 +249,9 @@ class _Group:
 
     def state(self) -> list[dict[str, Any]]:
         """The state of each parameter, in the form of torch's optimizers; empty before the first step."""
-        if not self._optimizer.steps:
+        if not self.optimizer.steps:
             return [{} for _ in self.params]
-        saved = self._optimizer.state_dict(None)
+        saved = self.optimizer.state_dict(None)
         return [
             {name: torch.from_numpy(values) for name, values in saved["state"][str(at)].items()}
             | {"step": torch.tensor(float(saved["step"]))}
@@ -285,15 +261,15 @@ class _Group:
     def restore(self, states: Sequence[Mapping[str, Any]], root: int) -> None:
         steps = int(max((float(state.get("step", 1)) for state in states if state), default=0))
         arrays = {
-            str(at): _arrays_of(state) or self._optimizer.initial_state(str(at)) for at, state in enumerate(states)
+            str(at): _arrays_of(state) or self.optimizer.initial_state(str(at)) for at, state in enumerate(states)
         }
         self.close()  # a rank that has loaded nothing, and makes a step meanwhile, is told
         self._take_copies()
-        self._optimizer.load_state_dict({"step": steps, "state": arrays} if steps else None, root)
+        self.optimizer.load_state_dict({"step": steps, "state": arrays} if steps else None, root)
         self._put_back()
 
     def close(self) -> None:
-        self._optimizer.close()
+        self.optimizer.close()
 
 
 def _arrays_of(state: Mapping[str, Any]) -> dict[str, Array]:
