@@ -34,7 +34,7 @@ from omnireduce.aggregator.children import ChannelEnd, process_count
 from omnireduce.aggregator.heartbeats import CHECK_S, Heartbeat
 from omnireduce.aggregator.ignored_signals import ignore
 from omnireduce.aggregator.live.page import ASSETS, LivePage, asset, headers_of
-from omnireduce.aggregator.metrics import Answers, ShardCollector
+from omnireduce.aggregator.metrics import ShardCollector
 from omnireduce.aggregator.page_access import CHALLENGES, OPEN_PAGES, PageAccess, make_pages
 from omnireduce.aggregator.reload_on_hangup import reload_on_hangup
 from omnireduce.core.status_messages import Status
@@ -52,6 +52,7 @@ from omnireduce.support.addresses import (
     parse_listen,
 )
 from omnireduce.support.config import Config
+from omnireduce.support.job_summary import Answers
 from omnireduce.support.logs import report_left_out, start_logs, tagged
 
 log = logging.getLogger("omnireduce.aggregator")

@@ -9,9 +9,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from omnireduce.core.status_messages import JobStatus, Status, Traffic
+from omnireduce.support.job_summary import Answers
 
-Answers = Mapping[str, Status | Exception]
+_GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
 _Value = float | None  # None: no sample
+_Samples = Iterable[tuple[list[str], _Value]]  # the labels of each value
+_SHARD = ["shard"]
 _JOB = ["shard", "job", "team"]  # to Prometheus an empty label, as team "" gives, is no label
 _TRAFFIC: tuple[tuple[str, str, Callable[[Traffic], int]], ...] = (
     ("collectives", "Collectives completed", lambda traffic: traffic.collectives),
@@ -40,22 +43,21 @@ class ShardCollector(Collector):
         """All metrics of all shards."""
         answers = self._ask()
         statuses = {shard: answer for shard, answer in answers.items() if isinstance(answer, Status)}
-        up = GaugeMetricFamily("omnireduce_shard_up", "Whether the shard answers", labels=["shard"])
-        for shard in answers:
-            up.add_metric([shard], float(shard in statuses))
-        yield up
+        samples = (([shard], float(shard in statuses)) for shard in answers)
+        yield _metric(_GAUGE, "shard_up", "Whether the shard answers", _SHARD, samples)
         yield from _shard_metrics(statuses)
         yield from _job_metrics([(shard, job) for shard, status in statuses.items() for job in status.jobs])
 
 
 def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
+    def samples(value: Callable[[Status], _Value]) -> _Samples:
+        return (([shard], value(status)) for shard, status in statuses.items())
+
     def gauge(name: str, text: str, value: Callable[[Status], _Value]) -> Metric:
-        family = GaugeMetricFamily(f"omnireduce_shard_{name}", text, labels=["shard"])
-        return _with_samples(family, (([shard], value(status)) for shard, status in statuses.items()))
+        return _metric(_GAUGE, f"shard_{name}", text, _SHARD, samples(value))
 
     def counter(name: str, text: str, value: Callable[[Status], _Value]) -> Metric:
-        family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
-        return _with_samples(family, (([shard], value(status)) for shard, status in statuses.items()))
+        return _metric(_COUNTER, name, text, _SHARD, samples(value))
 
     yield gauge("uptime_seconds", "Time since the shard's process began to serve", lambda status: status.uptime_s)
     yield gauge("connections", "Open connections", lambda status: status.connections)
@@ -64,16 +66,13 @@ def _shard_metrics(statuses: Mapping[str, Status]) -> Iterator[Metric]:
     yield gauge("gathering_jobs", "Jobs that wait for ranks to join", lambda status: status.gathering)
     yield counter("jobs_started", "Jobs that began", lambda status: status.jobs_started)
     yield counter("jobs_ended", "Jobs that ended, whether cleanly or not", lambda status: status.jobs_ended)
-    refused = CounterMetricFamily("omnireduce_refused", "Connections refused", labels=["shard", "user"])
-    yield _with_samples(
-        refused, (([shard, user], count) for shard, status in statuses.items() for user, count in _refused(status))
-    )
+    refused = (([shard, user], n) for shard, status in statuses.items() for user, n in _refused(status))
+    yield _metric(_COUNTER, "refused", "Connections refused", ["shard", "user"], refused)
     for name, text, value in _TRAFFIC:
-        family = CounterMetricFamily(f"omnireduce_{name}", text, labels=["shard"])
-        yield _with_samples(family, (([shard], value(status.traffic)) for shard, status in statuses.items()))
-    aborts = CounterMetricFamily("omnireduce_aborts", "Jobs that failed, by cause", labels=["shard", "cause"])
-    samples = (([shard, cause], n) for shard, status in statuses.items() for cause, n in status.aborts.items())
-    yield _with_samples(aborts, samples)
+        traffic = (([shard], value(status.traffic)) for shard, status in statuses.items())
+        yield _metric(_COUNTER, name, text, _SHARD, traffic)
+    aborts = (([shard, cause], n) for shard, status in statuses.items() for cause, n in status.aborts.items())
+    yield _metric(_COUNTER, "aborts", "Jobs that failed, by cause", ["shard", "cause"], aborts)
 
 
 def _refused(status: Status) -> Iterator[tuple[str, int]]:
@@ -90,12 +89,12 @@ def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     running = [(shard, job) for shard, job in jobs if job.generation]
 
     def gauge(name: str, text: str, value: Callable[[JobStatus], _Value]) -> Metric:
-        family = GaugeMetricFamily(f"omnireduce_job_{name}", text, labels=_JOB)
-        return _with_samples(family, ((_job_labels(shard, job), value(job)) for shard, job in running))
+        samples = ((_job_labels(shard, job), value(job)) for shard, job in running)
+        return _metric(_GAUGE, f"job_{name}", text, _JOB, samples)
 
     for name, text, value in _TRAFFIC:
-        family = CounterMetricFamily(f"omnireduce_job_{name}", text, labels=_JOB)
-        yield _with_samples(family, ((_job_labels(shard, job), value(job.traffic)) for shard, job in running))
+        samples = ((_job_labels(shard, job), value(job.traffic)) for shard, job in running)
+        yield _metric(_COUNTER, f"job_{name}", text, _JOB, samples)
     yield gauge("ranks", "Ranks of the job that are here", lambda job: job.joined)
     yield gauge("age_seconds", "Time since all ranks had joined", lambda job: job.age_s)
     yield gauge("density", "Non-zero blocks / blocks of a rank's tensors so far", lambda job: job.traffic.density)
@@ -106,50 +105,36 @@ def _job_metrics(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     yield gauge("result_slots_in_use", "Result slots being filled or read", lambda job: job.results_in_use)
     yield from _waits(running)
     yield from _levels(running)
-    missing = GaugeMetricFamily("omnireduce_job_missing_ranks", "Ranks still to join", labels=_JOB)
-    samples = ((_job_labels(shard, job), job.world_size - job.joined) for shard, job in jobs if not job.generation)
-    yield _with_samples(missing, samples)
+    missing = ((_job_labels(shard, job), job.world_size - job.joined) for shard, job in jobs if not job.generation)
+    yield _metric(_GAUGE, "job_missing_ranks", "Ranks still to join", _JOB, missing)
 
 
 def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
-    labels = [*_JOB, "rank"]
-    waiting = GaugeMetricFamily(
-        "omnireduce_job_waiting_seconds", "Time that a collective has waited for this rank", labels=labels
-    )
-    late = CounterMetricFamily(
-        "omnireduce_job_late_seconds", "Time that others waited for this rank to begin collectives", labels=labels
-    )
-    for shard, job in jobs:
-        if job.waiting is not None:
-            for rank in job.waiting.ranks:
-                waiting.add_metric([*_job_labels(shard, job), str(rank)], job.waiting.seconds)
-        for late_rank in job.late:
-            late.add_metric([*_job_labels(shard, job), str(late_rank.rank)], late_rank.seconds)
-    yield waiting
-    yield late
+    waiting = (
+        ([*_job_labels(shard, job), str(rank)], job.waiting.seconds)
+        for shard, job in jobs if job.waiting is not None for rank in job.waiting.ranks
+    )  # fmt: skip
+    late = (([*_job_labels(shard, job), str(late.rank)], late.seconds) for shard, job in jobs for late in job.late)
+    text = "Time that a collective has waited for this rank"
+    yield _metric(_GAUGE, "job_waiting_seconds", text, [*_JOB, "rank"], waiting)
+    text = "Time that others waited for this rank to begin collectives"
+    yield _metric(_COUNTER, "job_late_seconds", text, [*_JOB, "rank"], late)
 
 
 def _levels(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
     """The upstream of a shard in a job, and the relays directly below it."""
-    above = GaugeMetricFamily(
-        "omnireduce_job_upstream", "1 for the aggregator above a relay", labels=[*_JOB, "upstream"]
-    )
-    below = GaugeMetricFamily(
-        "omnireduce_job_relay_ranks", "Ranks that come through this relay, next below", labels=[*_JOB, "relay"]
-    )
-    for shard, job in jobs:
-        if job.upstream:
-            above.add_metric([*_job_labels(shard, job), job.upstream], 1.0)
-        for relay in job.relays:
-            below.add_metric([*_job_labels(shard, job), relay.address], relay.ranks)
-    yield above
-    yield below
+    above = (([*_job_labels(shard, job), job.upstream], 1.0) for shard, job in jobs if job.upstream)
+    yield _metric(_GAUGE, "job_upstream", "1 for the aggregator above a relay", [*_JOB, "upstream"], above)
+    below = (([*_job_labels(shard, job), relay.address], relay.ranks) for shard, job in jobs for relay in job.relays)
+    text = "Ranks that come through this relay, next below"
+    yield _metric(_GAUGE, "job_relay_ranks", text, [*_JOB, "relay"], below)
 
 
-def _with_samples(
-    family: GaugeMetricFamily | CounterMetricFamily, samples: Iterable[tuple[list[str], _Value]]
-) -> GaugeMetricFamily | CounterMetricFamily:
-    for labels, value in samples:
+def _metric(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, labels: list[str], samples: _Samples
+) -> Metric:
+    family = kind(f"omnireduce_{name}", text, labels=labels)
+    for values, value in samples:
         if value is not None:
-            family.add_metric(labels, value)
+            family.add_metric(values, value)
     return family

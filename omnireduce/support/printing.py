@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from rich.console import Console
+from rich.table import Table
 
 TABLE_WIDTH = 100  # characters, if there is no terminal
 
@@ -17,6 +18,15 @@ def make_console(*, quiet: bool = False) -> Console:
     console = Console(quiet=quiet, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.width = max(TABLE_WIDTH, console.width if console.is_terminal else 0)
     return console
+
+
+def table_of(titles: Sequence[str], *, left: Collection[str] = (), no_wrap: bool = True) -> Table:
+    """A table without lines. Columns are aligned to the right, those in `left` to the left. With `no_wrap` a cell stays
+    on one line."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for title in titles:
+        table.add_column(title, justify="left" if title in left else "right", no_wrap=no_wrap)
+    return table
 
 
 def carriers_text(carried: Mapping[str, int]) -> str:

@@ -9,7 +9,6 @@ from time import monotonic
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from omnireduce.compression.methods import ALL, method_of
 from omnireduce.core.dtypes import Array
@@ -20,7 +19,7 @@ from omnireduce.support.config import Config
 from omnireduce.support.extras import install
 from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.files.paths import user_path
-from omnireduce.support.printing import make_console, short_count, short_time
+from omnireduce.support.printing import make_console, short_count, short_time, table_of
 from omnireduce.support.progress import PlainProgress
 from omnireduce.worker.train.corpus import Corpus
 from omnireduce.worker.train.run import load_shared_corpus, progress, ranks_unlike_first
@@ -132,10 +131,8 @@ def _print(console: Console, comm: Communicator, config: Config, results: Sequen
         f" worker, seed {train.seed}",
         style="bold",
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("method", no_wrap=True)
-    for title in ("held-out\nloss", "change", "up\nbytes", "down\nbytes", "of\nnone", "exchange\nms"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("method", "held-out\nloss", "change", "up\nbytes", "down\nbytes", "of\nnone", "exchange\nms")
+    table = table_of(titles, left=("method",))
     for result in results:
         share = (result.wire_up_bytes + result.wire_down_bytes) / max(
             1, uncompressed.wire_up_bytes + uncompressed.wire_down_bytes

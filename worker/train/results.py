@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from omnireduce.support.config import Train
-from omnireduce.support.printing import short_count, short_time
+from omnireduce.support.printing import short_count, short_time, table_of
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,18 +106,8 @@ def print_result(console: Console, result: TrainingResult) -> None:
 
 def _table(result: TrainingResult) -> Table:
     gradients, mpi = result.gradients, result.mpi.timing if result.mpi else None
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in (
-        "",
-        "step\nms",
-        "compute\nms",
-        "exchange\nms",
-        "up\nbytes",
-        "down\nbytes",
-        "of\ndense",
-        "speed\nup",
-    ):
-        table.add_column(title, justify="right" if title else "left", no_wrap=True)
+    titles = ("", "step\nms", "compute\nms", "exchange\nms", "up\nbytes", "down\nbytes", "of\ndense", "speed\nup")
+    table = table_of(titles, left=("",))
     share = (gradients.wire_up_bytes + gradients.wire_down_bytes) / (2 * gradients.bytes)
     table.add_row(
         "omnireduce",

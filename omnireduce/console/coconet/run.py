@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.table import Table
 
 import omnireduce as omni
 from omnireduce.console.rank_processes import RankRequest
@@ -21,7 +20,7 @@ from omnireduce.programs.placement import RankPlacement
 from omnireduce.programs.rank_groups import resources_of
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.support.config import Config
-from omnireduce.support.printing import carriers_text, make_console, short_count, short_time
+from omnireduce.support.printing import carriers_text, make_console, short_count, short_time, table_of
 
 RATE = 0.01
 TOLERANCE = 1e-6  # of the largest element, where ranks add up in another order than one process
@@ -69,9 +68,8 @@ def _run_on_all_ranks(request: Request, pipeline: Pipeline, comm: Communicator) 
 def _report(request: Request, outcomes: dict[str, Outcome], size: int, transport: str) -> bool:
     """Print the schedules, and return whether all results are as they should be."""
     expected = reference(request, size)
-    console, table = make_console(), Table(box=None, pad_edge=False)
-    for title in ("schedule", "ms/step", "state", "up", "largest difference"):
-        table.add_column(title, justify="left" if title == "schedule" else "right")
+    titles = ("schedule", "ms/step", "state", "up", "largest difference")
+    console, table = make_console(), table_of(titles, left=("schedule",), no_wrap=False)
     differences = {name: difference(outcome.result, expected) for name, outcome in outcomes.items()}
     for name, outcome in outcomes.items():
         table.add_row(*_row(name, outcome, differences[name]))

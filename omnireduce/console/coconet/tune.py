@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
 import omnireduce as omni
 from omnireduce.console.rank_processes import RankRequest
 from omnireduce.programs import autotune
 from omnireduce.programs.tuning import Choice
 from omnireduce.support.config import Config
-from omnireduce.support.printing import make_console, short_time
+from omnireduce.support.printing import make_console, short_time, table_of
 
 
 class Request(RankRequest, frozen=True, kw_only=True):
@@ -45,10 +43,8 @@ def run(request: Request, config: Config) -> bool:
 
 def _print(title: str, choices: list[Choice]) -> None:
     """A row for each schedule, a column for each size; then the fastest schedule of each size."""
-    console, table = make_console(), Table(box=None, pad_edge=False)
-    table.add_column("schedule")
-    for choice in choices:
-        table.add_column(_sizes(choice), justify="right")
+    titles = ("schedule", *(_sizes(choice) for choice in choices))
+    console, table = make_console(), table_of(titles, left=("schedule",), no_wrap=False)
     labels = dict.fromkeys(label for choice in choices for label in choice.ms)
     for label in labels:
         table.add_row(label, *(short_time(choice.ms[label]) if label in choice.ms else "-" for choice in choices))

@@ -23,7 +23,7 @@ from omnireduce.console.plan.model import COLLECTIVE_MS, RING_MS
 from omnireduce.errors import UsageError
 from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.files.tensors import FileError, Tensor, read_tensors
-from omnireduce.support.printing import density_text, make_console, short_count, short_time, times_text
+from omnireduce.support.printing import density_text, make_console, short_count, short_time, table_of, times_text
 
 LITTLE_LOST = 0.02  # of the norm: a method that loses at most this share in a step counts as losing little
 
@@ -174,10 +174,7 @@ def _arrays_table(report: FileReport) -> Table:
 
 
 def _estimates_table(report: FileReport) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    titles = ("block", "density", "union", "up", "down", "time ms", "dense ring ms", "speed-up")
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
+    table = table_of(("block", "density", "union", "up", "down", "time ms", "dense ring ms", "speed-up"))
     for estimated in report.estimates:
         table.add_row(
             str(estimated.block_size),
@@ -194,10 +191,7 @@ def _estimates_table(report: FileReport) -> Table:
 
 
 def _methods_table(methods: Sequence[MethodEstimate]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("method", no_wrap=True)
-    for title in ("up", "down", "time ms", "speed-up", "lost"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = table_of(("method", "up", "down", "time ms", "speed-up", "lost"), left=("method",))
     for row in methods:
         table.add_row(
             row.method, short_count(row.wire_up_bytes), short_count(row.wire_down_bytes), short_time(row.time_ms),

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
 
 from omnireduce.console.plan.candidates import Candidate, Study, Tensors, as_toml, shard_counts, study
 from omnireduce.console.plan.model import Costs, Hosts
@@ -17,7 +16,7 @@ from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
 from omnireduce.support.cli import whole_numbers
 from omnireduce.support.files.output import check_writable, write_json
-from omnireduce.support.printing import density_text, make_console, short_count, short_time
+from omnireduce.support.printing import density_text, make_console, short_count, short_time, table_of
 
 MOST_SHARDS = 4096
 
@@ -105,11 +104,8 @@ def _print(
         f"links of {request.link_gbps:g} Gbit/s and {request.latency_us:g} us\n"
         f"density of one sender {density_text(result.density)}, of all together {density_text(result.union_density)}"
     )
-    table = _table()
-    for title in ("shards", "where", "ranks"):
-        table.add_column(title, justify="right" if title == "shards" else "left", no_wrap=True)
-    for title in ("time ms", "busiest link", "processor ms", "memory of a shard"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("shards", "where", "ranks", "time ms", "busiest link", "processor ms", "memory of a shard")
+    table = table_of(titles, left=("where", "ranks"))
     for candidate in sorted(result.candidates, key=lambda candidate: candidate.prediction.seconds):
         table.add_row(*_cells(candidate), style="bold" if candidate is result.best else None)
     console.print(table)
@@ -133,9 +129,7 @@ def _print_reduced(console: Console, reduced: TracedReductions) -> None:
         )
     if reduced.missed:
         console.print(f"the traces were full and miss {reduced.missed} spans: the job had more; raise trace.events")
-    table = _table()
-    for title in ("all-reduces", "bytes of each", "blocks", "density", "of all together"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = table_of(("all-reduces", "bytes of each", "blocks", "density", "of all together"))
     for size in reduced.sizes:
         shares = density_text(size.density), density_text(size.union_density)
         table.add_row(str(size.times), short_count(size.nbytes), str(size.blocks), *shares)
@@ -144,10 +138,6 @@ def _print_reduced(console: Console, reduced: TracedReductions) -> None:
         together = reduced.kinds - len(reduced.sizes) + 1
         console.print(f"the last row stands for the {together} sizes with the fewest bytes, by their means")
     console.print()
-
-
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def _cells(candidate: Candidate) -> list[str]:

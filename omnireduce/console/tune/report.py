@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.table import Table
 
 from omnireduce.console.tune.search import PARAMETERS, Space, Value, value_of
 from omnireduce.errors import ConfigError
@@ -17,6 +16,7 @@ from omnireduce.support.config import Config, dump_tables, load_config
 from omnireduce.support.config.validation import KEYS
 from omnireduce.support.files.output import write_file
 from omnireduce.support.files.paths import user_path
+from omnireduce.support.printing import table_of
 
 HEADER = ("sample", "state", *(parameter.key for parameter in PARAMETERS), "score", "default_score", "ratio")
 COMPLETE, PRUNED, IMPOSSIBLE = "complete", "pruned", "impossible"
@@ -65,9 +65,7 @@ def values_of(config: Config) -> dict[str, Value]:
 
 def print_table(console: Console, space: Space, best: Config) -> None:
     """The best configuration beside the default one."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for title in ("parameter", "default", "best"):
-        table.add_column(title, justify="left" if title == "parameter" else "right", no_wrap=True)
+    table = table_of(("parameter", "default", "best"), left=("parameter",))
     table.add_column("")
     for key, value in values_of(best).items():
         default = value_of(space.base, key)
