@@ -13,11 +13,11 @@ import numpy as np
 
 from omnireduce.compression import Selector
 from omnireduce.compression.grace import Compressor
-from omnireduce.compression.grace.params import class_named
+from omnireduce.compression.grace.base import class_text
 from omnireduce.compression.grace.trial import SelectorCompressor, try_compressor
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import UsageError, in_a_line
-from omnireduce.support.load_by_name import add_current_folder_to_path
+from omnireduce.support.load_by_name import add_current_folder_to_path, load_class
 
 
 def report_trial(name: str, settings: Sequence[str]) -> bool:
@@ -47,7 +47,7 @@ def report_trial(name: str, settings: Sequence[str]) -> bool:
 def _maker(name: str, arguments: dict[str, Any]) -> Callable[[], Compressor]:
     """A function that makes the compressor. Raises UsageError for what cannot be loaded or made."""
     add_current_folder_to_path()
-    named_class = class_named(name, Compressor, Selector)
+    named_class = load_class(name, {class_text(base): base for base in (Compressor, Selector)})
 
     def make() -> Compressor:
         compressor = named_class(**arguments)

@@ -51,6 +51,14 @@ MAX_PART_PACKETS = 1 << 25  # more than the largest protocol.max_part_bytes take
 REMEMBERED = 1024  # calls and their descriptors: a training loop makes the same calls again and again
 
 
+def neutral_element(op: Op, dtype: np.dtype[Any]) -> Any:
+    """The element of a rank without data: it changes no result, except that a mean counts it as zero."""
+    if op in ("min", "max"):
+        ends = (np.inf, -np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).max, np.iinfo(dtype).min)
+        return ends[op == "max"]
+    return 1 if op in ("prod", "all") else 0
+
+
 class Descriptor(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
     """One call. Raises UsageError for an impossible call. A descriptor of a peer is checked in the same way.
 

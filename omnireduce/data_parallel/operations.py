@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 
-from omnireduce.core.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp
+from omnireduce.core.descriptor import BOOL_OPS, NUMBER_OPS, Op, RowOp, neutral_element
 from omnireduce.core.dtypes import BOOL, Array, element_type
 from omnireduce.errors import UsageError
 from omnireduce.runtime.rank.calls.arguments import check_array, check_root, check_rows, find_overlap, flat_view
@@ -141,14 +141,6 @@ def check_number(x: Array, label: str, op: str) -> None:
         raise UsageError(f"op {op!r} of {label}, which is {x.dtype}: expected one of {', '.join(ops)}")
 
 
-def _neutral(op: str, dtype: np.dtype[Any]) -> Any:
-    """The neutral element of `op`."""
-    if op in ("min", "max"):
-        ends = (np.inf, -np.inf) if dtype.kind not in "iu" else (np.iinfo(dtype).max, np.iinfo(dtype).min)
-        return ends[op == "max"]
-    return 1 if op in ("prod", "all") else 0
-
-
 class Reduction:
     """Arrays that are combined with those of other ranks, element by element, into `outs`.
 
@@ -181,10 +173,9 @@ class Reduction:
     @classmethod
     def of_nothing(cls, request: Request) -> Reduction:
         """The operation of a rank without more data. It changes no result, except that a mean counts this rank."""
-        neutral = [
-            np.full(part.shape, _neutral(request.op, np.dtype(part.dtype)), part.dtype) for part in request.parts
-        ]
-        return cls(request.name, neutral, neutral, request.op, 1, 1)  # type: ignore[arg-type]
+        op = cast(Op, request.op)
+        neutral = [np.full(part.shape, neutral_element(op, np.dtype(part.dtype)), part.dtype) for part in request.parts]
+        return cls(request.name, neutral, neutral, op, 1, 1)
 
     @property
     def template(self) -> ReductionTemplate:

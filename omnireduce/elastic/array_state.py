@@ -74,9 +74,6 @@ class ElasticState(State):
         self._copy_arrays()
         return int(source)
 
-    def collect(self) -> None:
-        """Do nothing: each rank has its arrays."""
-
     def _copy_arrays(self) -> None:
         for name, array in self.arrays.items():
             np.copyto(self._saved[name], array)

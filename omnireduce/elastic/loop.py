@@ -47,9 +47,8 @@ class State(ABC):
     def sync(self) -> Any:
         """Give all ranks the state of one of them, and keep it. The training may get the value that this returns."""
 
-    @abstractmethod
-    def collect(self) -> None:
-        """Fetch what would be lost when the job is formed anew although nothing has failed."""
+    def collect(self) -> None:  # noqa: B027  most states have all on each rank
+        """Fetch what would be lost when the job is formed anew although nothing has failed: by default nothing."""
 
     @abstractmethod
     def _communicator(self) -> Communicator:

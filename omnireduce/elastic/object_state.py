@@ -48,9 +48,6 @@ class ObjectState(State):
         self.save()
         self._commits = commits  # not before it is kept: to keep it may fail
 
-    def collect(self) -> None:
-        """Do nothing: each rank has its values."""
-
     def root(self) -> int:
         """The rank that has committed most often; of several the first. All ranks call this."""
         commits = session.queue().allgather_async(np.array([self._commits]), name="commits").wait()

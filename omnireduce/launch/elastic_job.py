@@ -22,7 +22,7 @@ from omnireduce.launch.connection import CHUNK, STDERR, STDOUT, Connection, Sign
 from omnireduce.launch.hosts import Host, Slot, parse_lines, place_ranks
 from omnireduce.launch.launch import LOCALHOST, connect
 from omnireduce.launch.launched_job import InterruptedLaunchError, LaunchedJob
-from omnireduce.launch.launched_rank import LaunchedRank, how_it_ended
+from omnireduce.launch.launched_rank import LaunchedRank, exit_status, how_it_ended
 from omnireduce.launch.loop import watch_input
 from omnireduce.launch.output import DescriptorSink, PrefixedOutput
 from omnireduce.launch.plan import LaunchRequest, Plan, check_command
@@ -399,7 +399,7 @@ class ElasticJob(LaunchedJob):
     def status(self) -> int:
         """The exit status: 0 if the last ranks have ended well, else the status of the first that has not."""
         if not self.signal and self._is_finishing and not self.is_ending:
-            return 0 if self._failed_after is None else _exit_status(self._failed_after)
+            return 0 if self._failed_after is None else exit_status(self._failed_after)
         return super().status()
 
     def close(self) -> None:
@@ -407,10 +407,6 @@ class ElasticJob(LaunchedJob):
         if self._discovery is not None:
             self._discovery.close()
         super().close()
-
-
-def _exit_status(status: int) -> int:
-    return status if status > 0 else 128 - status
 
 
 def launch_elastic(request: LaunchRequest) -> int:

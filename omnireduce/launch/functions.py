@@ -23,7 +23,7 @@ from omnireduce.launch.command import run as command
 from omnireduce.launch.connection import STDERR, STDOUT
 from omnireduce.launch.launch import STARTED_BY_US, connect, make_prefixed_output, names_of_hosts, start_ranks
 from omnireduce.launch.launched_job import LaunchedJob
-from omnireduce.launch.launched_rank import LaunchedRank
+from omnireduce.launch.launched_rank import LaunchedRank, how_it_ended
 from omnireduce.launch.output import TextSink
 from omnireduce.launch.plan import LaunchRequest
 from omnireduce.support.child_program_code import TREE, program_of
@@ -167,7 +167,8 @@ def results_of(job: LaunchedJob) -> list[Any]:
     for rank in [job.failed] if job.failed is not None else ranks:
         if rank.status or outcomes.get(rank.number) is None:
             process = f"rank {rank.number}" if rank.number >= 0 else "the aggregator of the job"
-            raise RankFailedError(f"{process} {_end_of_rank(rank)}", rank.number)
+            end = how_it_ended(rank, rank.status) if rank.status else "ended before it returned"
+            raise RankFailedError(f"{process} {end}", rank.number)
     return [outcome[1] for outcome in outcomes.values() if outcome is not None]
 
 
@@ -184,9 +185,3 @@ def _read_result(rank: LaunchedRank) -> tuple[bool, Any, str] | None:
             return None
         raise UsageError(f"the result of rank {rank.number} cannot be read here: {error}") from error
     return is_well, value, text
-
-
-def _end_of_rank(rank: LaunchedRank) -> str:
-    if not rank.status:
-        return "ended before it returned"
-    return f"ended with status {rank.status}" if rank.status > 0 else f"was ended by signal {-rank.status}"

@@ -33,7 +33,7 @@ from omnireduce.launch.connection import (
     Start,
     Started,
 )
-from omnireduce.launch.launched_rank import LaunchedRank, how_it_ended
+from omnireduce.launch.launched_rank import LaunchedRank, exit_status, how_it_ended
 from omnireduce.launch.loop import FATAL, Loop
 from omnireduce.launch.output import DescriptorSink, LineSplitter, PrefixedOutput, UnchangedOutput
 from omnireduce.support.addresses import parse_address
@@ -300,7 +300,7 @@ class LaunchedJob(Loop):
             return 128 + self.signal
         if self.failed is None or self.failed.status is None:
             return 0
-        return self.failed.status if self.failed.status > 0 else 128 - self.failed.status
+        return exit_status(self.failed.status)
 
     def _running_on(self, connection: Connection) -> list[LaunchedRank]:
         return [rank for rank in self.ranks.values() if rank.connection is connection and rank.status is None]

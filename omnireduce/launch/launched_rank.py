@@ -26,3 +26,8 @@ def how_it_ended(rank: LaunchedRank, status: int) -> str:
     if rank.was_asked:  # by its host, not by this program
         text += ", after its host had told it to end"
     return f"{text}: {rank.why}" if rank.why else text
+
+
+def exit_status(status: int) -> int:
+    """The exit status of a job whose rank has failed with `status`: for a signal 128 and its number, as shells do."""
+    return status if status > 0 else 128 - status

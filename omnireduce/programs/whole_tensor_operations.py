@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.core.descriptor import Op
-from omnireduce.core.dtypes import Array, number_type
+from omnireduce.core.descriptor import Op, neutral_element
+from omnireduce.core.dtypes import Array
 from omnireduce.programs.expressions import (
     FLOATS,
     Bool,
@@ -197,18 +197,8 @@ class ReduceTensor(WholeReduction):
     def partial(self, array: Array) -> Array:
         flat = array.astype(self.partial_dtype).reshape(-1)
         if not flat.size:
-            return np.full(1, _neutral(self.reduction, self.partial_dtype), self.partial_dtype)
+            return np.full(1, neutral_element(self.reduction.op, self.partial_dtype), self.partial_dtype)
         return np.asarray(self.reduction.ufunc.reduce(flat, dtype=self.partial_dtype)).reshape(1)
 
     def text(self, operands: Sequence[str]) -> str:
         return f"ReduceTensor({self.reduction!r}, {operands[0]})"
-
-
-def _neutral(reduction: Reduction, dtype: np.dtype[Any]) -> float | int:
-    """The contribution of a rank without elements."""
-    if reduction in (Summation, Multiplication):
-        return 0 if reduction is Summation else 1
-    if number_type(dtype).is_float:
-        return -np.inf if reduction is Maximum else np.inf
-    limits = np.iinfo(dtype)
-    return int(limits.min if reduction is Maximum else limits.max)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +28,17 @@ def load_named(name: str, label: str, expected: str) -> Any:
         raise
     except BaseException as error:  # a module of the user may raise anything, even SystemExit
         raise UsageError(f"{label} cannot be loaded: {in_a_line(error)}") from error
+
+
+def load_class(name: str, bases: Mapping[str, type]) -> Any:
+    """Load a class that derives from one of `bases`; messages call them as the keys do. Raises UsageError for anything
+    else, and for an abstract class."""
+    loaded = load_named(name, name, "MODULE:CLASS, such as my_module:MyClass")
+    if not (isinstance(loaded, type) and issubclass(loaded, tuple(bases.values()))):
+        raise UsageError(f"{name} is {loaded!r}; expected a class that derives from {' or '.join(bases)}")
+    if missing := ", ".join(sorted(getattr(loaded, "__abstractmethods__", ()))):
+        raise UsageError(f"{name} is abstract; expected a class that has {missing}")
+    return loaded
 
 
 def add_current_folder_to_path() -> None:

@@ -20,7 +20,7 @@ from omnireduce.runtime.rank.launcher_detection import detect_launch
 from omnireduce.support.config import Config, load_config
 from omnireduce.support.config.validation import expected_one_of
 from omnireduce.support.files.paths import read_text
-from omnireduce.support.load_by_name import load_named
+from omnireduce.support.load_by_name import load_class
 from omnireduce.switchml.prepostprocessor import BUILT_IN, PrePostProcessor
 
 LARGEST_BLOCK = 1024  # SwitchML sends packets of 64 to 1024 elements; a tensor is padded to whole blocks
@@ -250,17 +250,10 @@ def _packet_settings(file: _File, config: Config) -> PacketSettings | None:
 
 def _load_processor(name: str, position: str) -> type[PrePostProcessor]:
     try:
-        processor = load_named(name, name, "module:Class")
+        loaded: type[PrePostProcessor] = load_class(name, {"omnireduce.switchml.PrePostProcessor": PrePostProcessor})
     except UsageError as error:
         raise ConfigError(f"{position}: {error}") from error
-    if not (isinstance(processor, type) and issubclass(processor, PrePostProcessor)):
-        raise ConfigError(
-            f"{position}: {name} is {processor!r}, "
-            "expected a class that derives from omnireduce.switchml.PrePostProcessor"
-        )
-    if missing := ", ".join(sorted(processor.__abstractmethods__)):
-        raise ConfigError(f"{position}: {name} is abstract, expected a class that has {missing}")
-    return processor
+    return loaded
 
 
 def _read(path: str) -> dict[str, _Setting]:

@@ -183,7 +183,7 @@ def test_limits_of_the_daemon() -> None:
         with RawPeer(daemon.addresses[0]) as gathering, Communicator(config, rank=0, size=1, job="running"):
             gathering.hello("gathering", 0, 2)
             await_pending(gathering, [1])
-            assert "2 jobs are here already, which is aggregator.max_jobs" in join(config, 0, 1, "third")
+            assert "2 jobs are here already, and aggregator.max_jobs is 2" in join(config, 0, 1, "third")
         assert_serves(daemon, job="gathering", size=2)
 
 

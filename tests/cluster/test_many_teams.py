@@ -116,7 +116,7 @@ def test_teams_have_jobs_of_their_own_and_see_no_others(keys: Keys) -> None:
         assert " team=vision " in line
         assert " peer=" in line
         expected = (
-            "1 jobs of team 'speech' are here already, and max_jobs is 1 in speech.toml on the aggregator: raise it"
+            "1 jobs of team 'speech' are here already, and max_jobs is 1, in speech.toml on the aggregator: raise it"
         )
         assert expected in joins(daemon, speech, "speech.more")
         assert joins(daemon, vision) == joins(daemon, operator, unique_job()) == ""  # by a name of its own making

@@ -275,7 +275,7 @@ def test_what_fails_is_said(run: Callable[..., Result], name: str, expected: str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("wrong",), "wrong: expected MODULE:CLASS, such as my_module:MyCompressor"),
+        (("wrong",), "wrong: expected MODULE:CLASS, such as my_module:MyClass"),
         (("nowhere:Class",), "nowhere:Class cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
         (("wrong:Nothing",), "wrong:Nothing cannot be loaded: AttributeError"),
         (("wrong:Mean",), "wrong:Mean is <class 'wrong.Mean'>; expected a class that derives from omnireduce.compr"),

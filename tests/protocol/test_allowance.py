@@ -17,7 +17,7 @@ def test_a_team_takes_no_more_than_its_terms_allow() -> None:
     for terms, limit in {
         TeamLimits(
             max_jobs=1
-        ): "1 jobs of team 'one' are here already, and max_jobs is 1 in one.toml on the aggregator: raise",
+        ): "1 jobs of team 'one' are here already, and max_jobs is 1, in one.toml on the aggregator: raise",
         TeamLimits(
             max_ranks=3
         ): "2 ranks of other jobs of team 'one' and 2 of this one are more than max_ranks, 3, in one.toml",

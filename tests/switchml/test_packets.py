@@ -236,10 +236,10 @@ def test_a_processor_that_cannot_be_made(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         (("prepostprocessor = nowhere:X",), "2: general.prepostprocessor: nowhere:X cannot be loaded: ModuleNotFound"),
-        (("prepostprocessor = os:getcwd",), "2: .*: os:getcwd is .*, expected a class that derives from omnireduce"),
+        (("prepostprocessor = os:getcwd",), "2: .*: os:getcwd is .*; expected a class that derives from omnireduce"),
         (
             ("prepostprocessor = omnireduce.switchml:PrePostProcessor",),
-            "2: .* is abstract, expected a class that has n",
+            "2: .* is abstract; expected a class that has n",
         ),
         (("num_workers = 2", "rank = 3"), "3: general.rank: got 3, expected less than num_workers, which is 2"),
         ((*DUMMY, "num_worker_threads = 13"), "5: general.max_outstanding_packets: got 12, expected at least one for"),

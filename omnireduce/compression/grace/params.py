@@ -19,21 +19,8 @@ from omnireduce.compression.grace.communicators import Aggregator, Allgather, Al
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank import global_communicator
 from omnireduce.runtime.rank.communicator import Communicator as Member
-from omnireduce.support.load_by_name import load_named
+from omnireduce.support.load_by_name import load_class
 from omnireduce.support.logs import tagged
-
-
-def class_named(name: str, *kinds: type) -> Any:
-    """The class of this "module:Class", which derives from one of `kinds`. Raises UsageError."""
-    loaded = load_named(name, name, "MODULE:CLASS, such as my_module:MyCompressor")
-    if not (isinstance(loaded, type) and issubclass(loaded, kinds)):
-        names = " or ".join(map(class_text, kinds))
-        raise UsageError(f"{name} is {loaded!r}; expected a class that derives from {names}")
-    missing = ", ".join(sorted(getattr(loaded, "__abstractmethods__", ())))
-    if missing:
-        raise UsageError(f"{name} is abstract; expected a class that has {missing}")
-    return loaded
-
 
 COMPRESSORS: Mapping[str, type[Compressor]] = {
     "none": packing_compressors.NoneCompressor,
@@ -129,7 +116,7 @@ def _check_ignored(ignored: Sequence[str], label: str, takes: set[str], *, is_fi
 
 def _class_for(label: str, name: object, table: Mapping[str, Any], kind: type) -> Any:
     if isinstance(name, str) and ":" in name:
-        return class_named(name, kind)
+        return load_class(name, {class_text(kind): kind})
     if not isinstance(name, str) or name not in table:
         raise UsageError(f"{label} {name!r}: expected {', '.join(table)}, or module:Class")
     return table[name]

@@ -46,32 +46,28 @@ class Limits:
 
         `jobs` has a hello of every other job that gathers or runs, `in_memory` one of every job whose slots are taken.
         """
-        if len(jobs) >= self.max_jobs:
-            return f"{self.max_jobs} jobs are here already, which is aggregator.max_jobs: raise it, or wait"
-        ranks, taken_bytes = total_demand(in_memory)
-        if ranks + hello.world_size > self.max_ranks:
-            demand_text = f"{ranks} ranks of other jobs and {hello.world_size} of this one"
-            return f"{demand_text} are more than aggregator.max_ranks, {self.max_ranks}: raise it, or wait"
-        if taken_bytes + memory_bytes(hello) > self.max_bytes:
-            demand_text = f"{taken_bytes} bytes of slots and state of other jobs and {memory_bytes(hello)} of this one"
-            return f"{demand_text} are more than aggregator.max_bytes, {self.max_bytes}: raise it, or wait"
         of_team = [[other for other in others if other.team == hello.team] for others in (jobs, in_memory)]
-        return _exceeded_team_limit(terms, hello, len(of_team[0]), of_team[1])
-
-
-def _exceeded_team_limit(terms: TeamLimits, hello: Hello, jobs: int, in_memory: Sequence[Hello]) -> str:
-    """The limit of its team that one more job would exceed beside `jobs` others of the team, as a text; empty if there
-    is room."""
-    team, where = f"team '{hello.team}'", f"{hello.team}.toml on the aggregator: raise it, or wait"
-    if jobs >= terms.max_jobs:
-        return f"{jobs} jobs of {team} are here already, and max_jobs is {terms.max_jobs} in {where}"
-    ranks, taken_bytes = total_demand(in_memory)
-    if ranks + hello.world_size > terms.max_ranks:
-        demand_text = f"{ranks} ranks of other jobs of {team} and {hello.world_size} of this one"
-        return f"{demand_text} are more than max_ranks, {terms.max_ranks}, in {where}"
-    if taken_bytes + memory_bytes(hello) > terms.max_bytes:
-        demand_text = (
-            f"{taken_bytes} bytes of slots and state of other jobs of {team} and {memory_bytes(hello)} of this one"
+        file = f", in {hello.team}.toml on the aggregator"
+        return _exceeded(self, hello, jobs, in_memory, section="aggregator.") or _exceeded(
+            terms, hello, *of_team, owner=f" of team '{hello.team}'", file=file
         )
-        return f"{demand_text} are more than max_bytes, {terms.max_bytes}, in {where}"
+
+
+def _exceeded(
+    limits: Limits | TeamLimits, hello: Hello, jobs: Sequence[Hello], in_memory: Sequence[Hello],
+    *, owner: str = "", section: str = "", file: str = "",
+) -> str:  # fmt: skip
+    """The limit of `section` and `file` that the job of `hello` would exceed beside these others, as a text; empty if
+    there is room. `owner`: whose jobs they are."""
+    advice = f"{file}: raise it, or wait"
+    if len(jobs) >= limits.max_jobs:
+        return f"{len(jobs)} jobs{owner} are here already, and {section}max_jobs is {limits.max_jobs}{advice}"
+    taken_ranks, taken_bytes = total_demand(in_memory)
+    for unit, taken, needed, key, limit in (
+        ("ranks", taken_ranks, hello.world_size, "max_ranks", limits.max_ranks),
+        ("bytes of slots and state", taken_bytes, memory_bytes(hello), "max_bytes", limits.max_bytes),
+    ):
+        if taken + needed > limit:
+            demand = f"{taken} {unit} of other jobs{owner} and {needed} of this one"
+            return f"{demand} are more than {section}{key}, {limit}{advice}"
     return ""
