@@ -96,19 +96,6 @@ else:
         "omnireduce.support.config": ("Config", "load_config"),
         "omnireduce.data_parallel.queue": ("Queue",),
         "omnireduce.core.descriptor": ("Op", "RowOp"),
-        "omnireduce.errors": (
-            "AbortedError",
-            "ClosedError",
-            "CodecError",
-            "CollectiveTimeoutError",
-            "ConfigError",
-            "NewcomersError",
-            "OmniReduceError",
-            "RankFailedError",
-            "RefusedError",
-            "TransportError",
-            "UsageError",
-        ),
         "omnireduce.kernels.codecs.base": ("Codec",),
         "omnireduce.launch.functions": ("run",),
         "omnireduce.optimizers.sharded": ("ShardedOptimizer",),
@@ -125,7 +112,8 @@ else:
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'omnireduce' has no attribute {name!r}")
-        attribute = getattr(import_module(_MODULE_OF.get(name, _WORLD_MODULE)), name)
+        default_module = "omnireduce.errors" if name.endswith("Error") else _WORLD_MODULE
+        attribute = getattr(import_module(_MODULE_OF.get(name, default_module)), name)
         globals()[name] = attribute  # from now on this function is not asked for it
         return attribute
 

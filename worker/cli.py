@@ -9,10 +9,9 @@ from click.core import ParameterSource
 
 from omnireduce.console.commands import density, show_config, trace
 from omnireduce.errors import OmniReduceError
-from omnireduce.support.cli import Group, config_options, json_option
+from omnireduce.support.cli import Group, config_options, json_option, launch_options, parse_numbers
 from omnireduce.support.config import Config, load_config
 from omnireduce.support.logs import start_logs
-from omnireduce.worker.options import launch_options, numbers
 from omnireduce.worker.switchml.commands import allreduce_benchmark, replay
 
 # The commands import what they run when they run: --help need not wait for it.
@@ -99,7 +98,7 @@ def lab(
     from omnireduce.runtime.rank.launcher_detection import own_launch
     from omnireduce.worker.lab.exercises import run_lab
 
-    sizes = numbers(elements, "--elements")
+    sizes = parse_numbers("--elements", elements)
     run_lab(config, own_launch(rank=rank, size=size), sizes, rounds)
 
 

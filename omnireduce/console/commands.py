@@ -11,7 +11,7 @@ from click.core import ParameterSource
 
 from omnireduce.console.coconet.command import coconet
 from omnireduce.errors import UsageError
-from omnireduce.support.cli import Group, NumberRange, config_options, json_option, whole_numbers
+from omnireduce.support.cli import Group, NumberRange, config_options, json_option, parse_numbers
 from omnireduce.support.config import dump_config, load_config, override_config, reference_toml, split_list
 from omnireduce.support.logs import start_logs
 from omnireduce.support.version import __version__
@@ -243,7 +243,7 @@ def density(
 
     complete = report_files(
         files,
-        block_sizes=_parse_block_sizes(block_sizes),
+        block_sizes=sorted(set(parse_numbers("--block-sizes", block_sizes, 8, _LARGEST_BLOCK, multiple_of=8))),
         world_size=world_size,
         link_gbps=link_gbps,
         json_path=json_path,
@@ -379,11 +379,3 @@ def _refuse_two_inputs(options: dict[str, Any]) -> None:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} with --trace, which says that already: leave one of them out")
-
-
-def _parse_block_sizes(text: str) -> list[int]:
-    sizes = whole_numbers(text, 8, _LARGEST_BLOCK)
-    if not sizes or any(size % 8 for size in sizes):
-        expected = f"multiples of 8 from 8 to {_LARGEST_BLOCK}, comma-separated"
-        raise click.BadParameter(f"got {text[:80]!r}, expected {expected}", param_hint="--block-sizes")
-    return sorted(set(sizes))

@@ -29,9 +29,6 @@ class Stripes(NamedTuple):
         return f"block {block}, expected ascending {blocks}"
 
 
-ALL_STRIPES = Stripes()
-
-
 class Layout(NamedTuple):
     """`elements` elements in blocks of `block_size`; stripe s (of `stripe_blocks` blocks) belongs to shard s mod
     shards.

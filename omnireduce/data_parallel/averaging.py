@@ -139,7 +139,6 @@ class Averaging:
         self._formation: object = None  # of the job, in which ranks have agreed
         self._present: list[bool] = []  # which gradients this rank had when they did
         self._travelling = _Bundle(parts, [], 1)  # those that some rank had
-        self.agreements = 0
 
     def average(self, gradients: Sequence[Array | None], comm: Communicator) -> list[Array | None]:
         """The means, of those that some rank has. All ranks of `comm` call this together.
@@ -168,7 +167,6 @@ class Averaging:
         anywhere = comm.allreduce(np.array(present, np.bool_), op="any", name=PRESENCE)
         self._present = present
         self._travelling = _Bundle(self._parts, np.flatnonzero(anywhere).tolist(), comm.config.protocol.block_size)
-        self.agreements += 1
 
     def _catch_up(self, comm: Communicator, gradients: list[Array | None], previous: set[int]) -> None:
         """Exchange the gradients that were agreed on just now and were not part of this step. Those that no rank has

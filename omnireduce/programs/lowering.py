@@ -348,7 +348,7 @@ class _Lowering:
 
     def _compare(self, phase: Phase, node: Arithmetic, target: int) -> None:
         large, small = node.operands if node.symbol == ">" else reversed(node.operands)
-        locations, borrowed = self._arrays(phase, [large, small], target)
+        locations, borrowed = self._arrays(phase, [large, small])
         if locations[1] == target:
             scratch = self._register(node)
             borrowed.append(scratch)
@@ -361,7 +361,7 @@ class _Lowering:
 
     def _choose(self, phase: Phase, node: Ite, target: int) -> None:
         condition, if_true, if_false = node.operands
-        locations, borrowed = self._arrays(phase, [condition, if_true, if_false], -1)
+        locations, borrowed = self._arrays(phase, [condition, if_true, if_false])
         result = target if target not in locations[1:] and locations[1] != locations[2] else self._register(node)
         if locations[0] != result:
             phase.add(Operation.COPY, result, locations[0])
@@ -374,7 +374,7 @@ class _Lowering:
             borrowed.append(result)
         self._free += borrowed
 
-    def _arrays(self, phase: Phase, nodes: Sequence[Expression], target: int) -> tuple[list[int], list[int]]:
+    def _arrays(self, phase: Phase, nodes: Sequence[Expression]) -> tuple[list[int], list[int]]:
         """The locations of operands as arrays, with numbers in registers of their own; and those registers."""
         locations, borrowed = list[int](), list[int]()
         for node in nodes:

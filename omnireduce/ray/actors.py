@@ -205,6 +205,3 @@ def _is_picklable(error: BaseException) -> bool:
     except Exception:
         return False
     return True
-
-
-__all__ = ["run"]

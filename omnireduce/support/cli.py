@@ -32,6 +32,7 @@ from omnireduce.errors import ConfigError, OmniReduceError, UsageError
 from omnireduce.support.logs import logs_are_json, tagged
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+LARGEST_NUMBER = 1 << 40  # of elements, or of jobs
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -77,6 +78,13 @@ def config_options(command: _F) -> _F:
     return config_file(overrides(command))
 
 
+def launch_options(command: _F) -> _F:
+    """Add `--rank R` and `--size N`, for workers that no launcher started."""
+    rank = click.option("--rank", type=int, help="This worker's rank. [default: from mpirun, Slurm or torchrun]")
+    size = click.option("--size", type=int, help="Number of workers; goes with --rank.")
+    return rank(size(command))
+
+
 class NumberRange(click.FloatRange):
     """A number within limits. NaN is refused: it is neither below nor above any limit."""
 
@@ -87,13 +95,17 @@ class NumberRange(click.FloatRange):
         return number
 
 
-def whole_numbers(text: str, smallest: int, largest: int) -> list[int]:
-    """The whole numbers in a text such as `1,4,8`, each from `smallest` to `largest`; empty for any other text."""
+def parse_numbers(option: str, text: str, low: int = 1, high: int = LARGEST_NUMBER, multiple_of: int = 1) -> list[int]:
+    """The whole numbers in the `text` of an option, such as `1,4,8`. Raises UsageError if there is none, and for one
+    that is no multiple, or not from `low` to `high`."""
     try:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:  # no number, or a number of thousands of digits
-        return []
-    return numbers if all(smallest <= number <= largest for number in numbers) else []
+        numbers = []
+    if not numbers or any(not low <= number <= high or number % multiple_of for number in numbers):
+        kind = "numbers" if multiple_of == 1 else f"multiples of {multiple_of}"
+        raise UsageError(f"{option} {text[:80]!r}: expected {kind} from {low} to {high}, such as {low},{4 * low}")
+    return numbers
 
 
 json_option = click.option("--json", "json_path", metavar="FILE", help="Also write the results to FILE, as JSON.")

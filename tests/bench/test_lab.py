@@ -81,4 +81,4 @@ def test_sizes_that_are_none_are_refused(wrong: str) -> None:
     command = [sys.executable, "-m", "omnireduce.worker", "lab", "--elements", wrong]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert result.returncode == 2
-    assert f"got {wrong!r}, expected numbers like 1,1000" in result.stderr
+    assert f"--elements {wrong!r}: expected numbers from 1 to" in result.stderr

@@ -248,6 +248,12 @@ def test_what_cannot_be(make: Any, message: str) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "fp16"])
 def test_each_stands_the_trial(name: str) -> None:
     """Without fp16, which has no room for huge numbers."""
-    trial = try_compressor(COMPRESSORS[name], {"NumPy": np.copy}, {})
+    tried = []
+
+    def copy(values: Array) -> Array:
+        tried.append(values)
+        return values.copy()
+
+    trial = try_compressor(COMPRESSORS[name], {"NumPy": copy}, {})
     assert (trial.failures, trial.not_taken) == ([], {})
-    assert trial.tried > 10
+    assert len(tried) > 10

@@ -113,9 +113,9 @@ def test_the_fastest_is_named_and_remembered(tmp_path: Path) -> None:
         ),
         (("generate", "sgd", "--schedule", "ar-c", "-o", "/no/x.py"), "/no/x.py: there is no folder /no"),
         (("tune", "sdg"), "program 'sdg': expected one of sgd, adam, lamb, model-parallel, pipeline-parallel"),
-        (("tune", "sgd", "--sizes", "10,x"), "--sizes 10,x: expected numbers from 1 to 1073741824, such as 1,4"),
-        (("tune", "sgd", "--sizes", "1__0"), "--sizes 1__0: expected numbers from 1 to 1073741824, such as 1,4"),
-        (("tune", "sgd", "--chunks", "1"), "--chunks 1: expected numbers from 2 to 1024, such as 2,8"),
+        (("tune", "sgd", "--sizes", "10,x"), "--sizes '10,x': expected numbers from 1 to 1073741824, such as 1,4"),
+        (("tune", "sgd", "--sizes", "1__0"), "--sizes '1__0': expected numbers from 1 to 1073741824, such as 1,4"),
+        (("tune", "sgd", "--chunks", "1"), "--chunks '1': expected numbers from 2 to 1024, such as 2,8"),
         (("tune", "pipeline-parallel", "-np", "3"), "-np 3: expected a multiple of 2, for so many groups of ranks"),
     ],
 )

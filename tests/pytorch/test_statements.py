@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from omnireduce.errors import UsageError
-from omnireduce.torch.backend.gloo import STATEMENT_BYTES, Sizes, check_agreement, statement
+from omnireduce.torch.backend.gloo import Sizes, check_agreement, statement
 from omnireduce.torch.backend.process_group import ProcessGroup
 
 MOST = 1 << 62
@@ -52,7 +52,7 @@ def test_sizes_that_are_swapped_do_not_agree() -> None:
 @given(st.text(), st.text())
 def test_words_are_compared(one: str, other: str) -> None:
     made = np.stack([statement(one, 0), statement(other, 1), statement(one, 2)])
-    assert made.shape == (3, STATEMENT_BYTES)
+    assert made.shape == (3, 256)
     if one == other:
         check_agreement(made)
     else:

@@ -60,7 +60,7 @@ class Program:
 
     def run(self, where: str) -> None:
         """Come to where the signal is to strike, and wait for it."""
-        engine, link, host = self.comm._engine, self.comm._links[0], self.comm._machine.host
+        engine, link, host = self.comm._engine, self.comm._channels[0].links[0], self.comm._machine.host
         if where == "blocked":
             _in_a_thread(lambda: _when(lambda: engine._driving))
         elif where == "turn":
@@ -139,7 +139,7 @@ def main() -> None:
     try:
         program.run(where)
     except OmniReduceError as error:
-        closed = comm._engine.is_closed and all(link.over for link in comm._links)
+        closed = comm._engine.is_closed and all(link.over for link in comm._channels[0].links)
         report("outcome", error=type(error).__name__, text=str(error), closed=closed, handlers=program.handlers)
 
 

@@ -63,7 +63,7 @@ def test_an_interrupt_while_a_collective_is_submitted_aborts_it_on_all_ranks(eit
         if comm.rank == 0:
             comm.barrier()  # all have joined: an abort before that is an error of joining
             if comm._machine.host is None:
-                comm._links[1].send = raising(KeyboardInterrupt)  # type: ignore[method-assign]
+                comm._channels[0].links[1].send = raising(KeyboardInterrupt)  # type: ignore[method-assign]
             else:
                 comm._machine.host.advance = raising(KeyboardInterrupt)  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
@@ -86,7 +86,7 @@ def test_a_second_interrupt_during_the_abort_leaves_no_handle_waiting(local: Con
             assert over.wait(WAIT_S)
             return
         handle = comm.allreduce_async(np.ones(BLOCK, np.float32))
-        for link in comm._links:
+        for link in comm._channels[0].links:
             link.send_control = raising(KeyboardInterrupt)  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             comm._engine.abort("interrupted once")

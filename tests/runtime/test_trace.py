@@ -205,7 +205,8 @@ def parts(server: ShardServer, comm: Communicator) -> list[type]:
     """The types of everything that could be a wrapper."""
     comm.allreduce(np.ones(8, np.float32))
     (job,) = server._jobs.values()
-    results: list[object] = [comm._engine, *comm._links, server._selector, *job.links, job.machine._senders.reduction]
+    engine, links = comm._engine, comm._channels[0].links
+    results: list[object] = [engine, *links, server._selector, *job.links, job.machine._senders.reduction]
     return [type(result) for result in results]
 
 

@@ -271,7 +271,7 @@ class Worker(Process):
     def met(self, group: Group) -> None:
         """All ranks of this worker's host have come to where they meet."""
         self._group, self.meets_at = group, b""
-        self._perform(self.joining.local_ranks_met(self.now()))
+        self._perform(self.joining.local_ranks_met())
         self.wake()
 
     def ring(self) -> None:

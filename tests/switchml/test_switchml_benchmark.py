@@ -224,8 +224,8 @@ def test_the_trend_is_that_of_the_cells() -> None:
     [
         (["--device", "gpu"], 2, "--device gpu: these tensors are in the memory of the host"),
         (["--tensor-type", "double"], 2, "'double' is not one of 'int32', 'float'"),
-        (["--table", "--threads", "1,x"], 2, "got '1,x', expected numbers like 1,1000"),
-        (["--table", "--sizes", "9" * 23], 2, "expected numbers like 1,1000, up to 2^40"),
+        (["--table", "--threads", "1,x"], 2, "--threads '1,x': expected numbers from 1 to 1099511627776"),
+        (["--table", "--sizes", "9" * 23], 2, "expected numbers from 1 to 1099511627776, such as 1,4"),
         (["--num-jobs", "9" * 23], 2, "is not in the range 1<=x<="),
         (["--table", "--threads", "65"], 2, "--threads: transport.threads: got 65, expected an int between 0 and 64"),
         (["--set", "transport.thread=1"], 2, "--set: transport.thread: unknown key"),

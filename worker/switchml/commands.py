@@ -10,9 +10,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from omnireduce.errors import OmniReduceError, UsageError
-from omnireduce.support.cli import NumberRange, config_options, json_option
+from omnireduce.support.cli import (
+    LARGEST_NUMBER,
+    NumberRange,
+    config_options,
+    json_option,
+    launch_options,
+    parse_numbers,
+)
 from omnireduce.support.logs import start_logs
-from omnireduce.worker.options import LARGEST_NUMBER, launch_options, numbers
 
 if TYPE_CHECKING:
     from omnireduce.switchml import Settings
@@ -130,7 +136,7 @@ def allreduce_benchmark(
     from omnireduce.worker.switchml.benchmark import BenchmarkOptions, run_benchmark, run_table
 
     _refuse_gpu(device)
-    counts, numels = numbers(threads, "--threads"), numbers(sizes, "--sizes")
+    counts, numels = parse_numbers("--threads", threads), parse_numbers("--sizes", sizes)
     settings = _settings(config_file, overrides, rank, size)
     if table:
         wrong = run_table(settings, BenchmarkOptions(**options), counts, numels, json_path)

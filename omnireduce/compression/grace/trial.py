@@ -36,10 +36,9 @@ class Gradient(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Outcome of a trial: the number of gradients, the failures, kinds of arrays that were not taken with the reason,
+    """Outcome of a trial: the failures, kinds of arrays that were not taken with the reason,
     and the properties that were checked, and not checked."""
 
-    tried: int
     failures: list[str]
     not_taken: dict[str, str]
     checked: list[str]
@@ -86,17 +85,16 @@ def try_compressor(make: Make, kinds: Mapping[str, Convert], generators: Mapping
     not_taken = {kind: error for kind, error in errors.items() if error}
     if len(not_taken) == len(kinds):
         raise UsageError(f"{first.title}: expected a compressed gradient; {'; '.join(dict.fromkeys(errors.values()))}")
-    failures, tried = [], 0
+    failures = []
     for kind, convert in kinds.items():
         if kind not in not_taken:
             for gradient in gradients(claim.threshold):
-                tried += 1
                 messages = _failures_of(make, gradient, convert, claim)
                 failures += [f"{gradient.title}, {kind}: {message}" for message in messages]
     for name, state in states.items():
         if not _is_same(initial_states[name], state()):
             failures.append(f"all gradients: expected the generator of {name} as it was; it was seeded, or drawn from")
-    return Trial(tried, failures, not_taken, [*ALWAYS, *claim.checked], claim.unchecked)
+    return Trial(failures, not_taken, [*ALWAYS, *claim.checked], claim.unchecked)
 
 
 def _claim(make: Make) -> Claim:

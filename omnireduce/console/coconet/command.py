@@ -8,8 +8,7 @@ from typing import Any
 
 import click
 
-from omnireduce.errors import UsageError
-from omnireduce.support.cli import Group, config_options, whole_numbers
+from omnireduce.support.cli import Group, config_options, parse_numbers
 from omnireduce.support.config import load_config
 from omnireduce.support.logs import start_logs
 
@@ -117,21 +116,11 @@ def tune(config_file: str | None, overrides: tuple[str, ...], np: int, sizes: st
 
     config = load_config(config_file, overrides=overrides)
     start_logs(config.log)
-    chunk_counts = _numbers("--chunks", chunks, 2, MAX_CHUNKS)
+    chunk_counts = parse_numbers("--chunks", chunks, 2, MAX_CHUNKS)
     check_ranks(np, [candidate.pipeline for candidate in candidates(options["program"], chunk_counts)])
-    elements = _numbers("--sizes", sizes, 1, MOST_ELEMENTS)
+    elements = parse_numbers("--sizes", sizes, 1, MOST_ELEMENTS)
     request = Request(config_file=config_file, overrides=overrides, sizes=elements, chunks=chunk_counts, **options)
     _run_on_ranks(request, config, np)
-
-
-def _numbers(option: str, text: str, smallest: int, largest: int) -> list[int]:
-    """Whole numbers with commas between them."""
-    numbers = whole_numbers(text, smallest, largest)
-    if not numbers:
-        raise UsageError(
-            f"{option} {text[:80]}: expected numbers from {smallest} to {largest}, such as {smallest},{4 * smallest}"
-        )
-    return numbers
 
 
 def _run_on_ranks(request: Any, config: Any, np: int) -> None:

@@ -14,7 +14,7 @@ from omnireduce.console.plan.patterns import DrawnPatterns, KnownPatterns, Trace
 from omnireduce.console.plan.traced_jobs import TracedReductions, read_reduced
 from omnireduce.core.dtypes import ELEMENT_TYPES
 from omnireduce.errors import UsageError
-from omnireduce.support.cli import whole_numbers
+from omnireduce.support.cli import parse_numbers
 from omnireduce.support.files.output import check_writable, write_json
 from omnireduce.support.printing import density_text, make_console, short_count, short_time, table_of
 
@@ -60,7 +60,9 @@ def report_plan(request: PlanRequest, json_path: str | None) -> None:
         request.hosts, request.cores, request.link_gbps * 1e9 / 8, request.latency_us * 1e-6,
         racks=request.racks, rack_bytes_per_s=(request.rack_gbps or request.link_gbps) * 1e9 / 8,
     )  # fmt: skip
-    shards = _parse_shards(request.shards) or shard_counts(request.hosts, request.ranks // request.hosts)
+    shards = shard_counts(request.hosts, request.ranks // request.hosts)
+    if request.shards:
+        shards = sorted(set(parse_numbers("--shards", request.shards, 1, MOST_SHARDS)))
     result = study(work, hosts, request.ranks // request.hosts, shards, costs=Costs().at(request.speed))
     _print(make_console(), request, result, sum(tensors.nbytes for tensors in work), reduced)
     if json_path:
@@ -168,11 +170,3 @@ def _as_json(result: Study, reduced: TracedReductions | None) -> dict[str, objec
         "density": result.density,
         "union_density": result.union_density,
     } | traced
-
-
-def _parse_shards(text: str) -> list[int]:
-    """Numbers with commas between them. Raises UsageError."""
-    counts = whole_numbers(text, 1, MOST_SHARDS)
-    if text and not counts:
-        raise UsageError(f"--shards {text[:80]!r}: expected numbers from 1 to {MOST_SHARDS}, such as 1,2,4")
-    return sorted(set(counts))

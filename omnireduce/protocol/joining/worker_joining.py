@@ -431,7 +431,7 @@ class Joining:
             self._has_joined = True
             yield joined_job
 
-    def local_ranks_met(self, now: float) -> Iterator[JoinEffect]:
+    def local_ranks_met(self) -> Iterator[JoinEffect]:
         """All ranks of this host have each other's memory."""
         if self._joined_job is not None:
             joined_job, self._joined_job, self._has_joined = self._joined_job, None, True

@@ -62,7 +62,6 @@ from omnireduce.runtime.tracing.trace import check_trace
 from omnireduce.support.config import Config, check_config
 from omnireduce.support.logs import BoundLog
 from omnireduce.support.secret import Secret, load_secret
-from omnireduce.transport.base import Link
 
 GROUPS = list, tuple, dict
 T = TypeVar("T")
@@ -284,10 +283,6 @@ class Communicator:
     @property
     def _engine(self) -> Engine:
         return self._channels[0].engine
-
-    @property
-    def _links(self) -> list[Link]:
-        return self._channels[0].links
 
     @property
     def _machine(self) -> RankMachine:

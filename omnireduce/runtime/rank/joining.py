@@ -366,7 +366,7 @@ class _PendingRank:
             return
         if is_complete:
             self._selector.unregister(self._rendezvous)
-            self._perform(self._machine.local_ranks_met(time.monotonic()))
+            self._perform(self._machine.local_ranks_met())
 
     def _attach_links(self) -> bool:
         """If the worker has joined, give every link its slots; return whether all links have theirs."""

@@ -48,8 +48,7 @@ class Launch:
 
     `job` is the launcher's id of the launch, or None. `launcher` is the source of these numbers: "arguments", a name of
     the table in `launchers`, such as "Open MPI", or "none" for a process on its own. `local_size` is the number of
-    processes of the launch on this host. `cross_size` hosts have a process with this local rank; this process is number
-    `cross_rank` of them. All these are None if they are not known.
+    processes of the launch on this host. Both local numbers are None if they are not known.
     """
 
     rank: int
@@ -58,8 +57,6 @@ class Launch:
     job: str | None
     launcher: str
     local_size: int | None = None
-    cross_rank: int | None = None
-    cross_size: int | None = None
 
 
 def detect_launch(
@@ -279,9 +276,9 @@ def _size_of(variables: Variables, environ: Mapping[str, str]) -> str:
 
 
 def _local_numbers(variables: Variables, environ: Mapping[str, str], rank: int, size: int) -> dict[str, int | None]:
-    """The numbers of a `Launch` on its host and across hosts. If the launcher leaves some out, another launcher that
+    """The numbers of a `Launch` on its host. If the launcher leaves some out, another launcher that
     agrees with it may give them."""
-    numbers: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size", "cross_rank", "cross_size"))
+    numbers: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size"))
     for launcher in (variables, *_agreeing_launchers(variables, environ, rank, size)):
         for name in numbers:
             if numbers[name] is None:

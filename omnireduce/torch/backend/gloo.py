@@ -30,8 +30,7 @@ from omnireduce.torch.backend.group_job import GroupJob
 from omnireduce.torch.backend.work import NO_LIMIT, Completion, Pending, as_torch_error
 from omnireduce.torch_backend import DEVICES
 
-DIGEST_BYTES, BALANCE_BYTES, TEXT_BYTES = 16, 8, 232
-STATEMENT_BYTES = DIGEST_BYTES + BALANCE_BYTES + TEXT_BYTES
+DIGEST_BYTES, BALANCE_BYTES, TEXT_BYTES = 16, 8, 232  # of a statement, 256 together
 MAX_SHOWN = 4  # statements in an error
 LOOK = timedelta(milliseconds=50)  # between two looks whether the process ends, while a thread waits in gloo
 _HASH_FACTORS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)  # of SplitMix64
@@ -45,7 +44,7 @@ class Sizes(NamedTuple):
 
 
 def statement(description: str, rank: int, sizes: Sizes | None = None) -> Array:
-    """The statement of rank `rank`, uint8 (STATEMENT_BYTES,). `description` must be the same on all ranks; `sizes`
+    """The statement of rank `rank`, uint8 (256,). `description` must be the same on all ranks; `sizes`
     must fit those of the others."""
     text = (
         description if sizes is None else f"{description}, bytes to each rank {sizes.sent}, from each {sizes.expected}"
@@ -57,7 +56,7 @@ def statement(description: str, rank: int, sizes: Sizes | None = None) -> Array:
 
 
 def check_agreement(statements: Array) -> None:
-    """Raises UsageError if the statements of all ranks, uint8 (size, STATEMENT_BYTES), contradict each other."""
+    """Raises UsageError if the statements of all ranks, uint8 (size, 256), contradict each other."""
     first = statements[0].tobytes()
     if statements.tobytes() == len(statements) * first and not any(first[DIGEST_BYTES : DIGEST_BYTES + BALANCE_BYTES]):
         return  # nearly always
