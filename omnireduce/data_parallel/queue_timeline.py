@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from omnireduce.data_parallel.operations import Request
 from omnireduce.runtime.rank.communicator import Communicator
-from omnireduce.runtime.tracing.timeline import EXCHANGE, MEMCPY_IN, MEMCPY_OUT, QUEUE
+from omnireduce.runtime.tracing.timeline import EXCHANGE, MEMCPY_IN, MEMCPY_OUT, NEGOTIATE, QUEUE
 
 
 def _activity(request: Request) -> str:
@@ -24,7 +24,7 @@ class QueueTimeline:
         """This rank is ready for the request."""
         timeline = self._comm.timeline
         if timeline.is_on:
-            timeline.begin(request.name, f"NEGOTIATE_{_activity(request)}")
+            timeline.begin(request.name, NEGOTIATE + _activity(request))
 
     def cycle(self) -> None:
         """A round of all ranks begins."""
@@ -34,7 +34,7 @@ class QueueTimeline:
         """All ranks are ready for these requests, which now wait for their turn."""
         timeline = self._comm.timeline
         for request in requests if timeline.is_on else ():
-            timeline.end(request.name, f"NEGOTIATE_{_activity(request)}")
+            timeline.end(request.name, NEGOTIATE + _activity(request))
             timeline.begin(request.name, _activity(request))
             timeline.begin(request.name, QUEUE)
 

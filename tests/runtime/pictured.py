@@ -11,9 +11,7 @@ import numpy as np
 
 from omnireduce import Communicator
 from omnireduce.runtime.tracing.timeline import (
-    ALLREDUCE,
     EXCHANGE,
-    INIT_FUSION_BUFFER,
     MEMCPY_IN,
     MEMCPY_OUT,
     NEGOTIATE,
@@ -71,18 +69,14 @@ def queued(comm: Communicator, name: str, step: int) -> None:
     x[: 256 * (comm.rank + 1)] = 1
     timeline = comm.timeline
     timeline.cycle()
-    timeline.begin(name, NEGOTIATE)
-    timeline.ready(name, comm.rank)
+    timeline.begin(name, f"{NEGOTIATE}ALLREDUCE")
     comm.barrier(name="queue: round")
-    timeline.end(name, NEGOTIATE)
-    timeline.begin(name, ALLREDUCE)
+    timeline.end(name, f"{NEGOTIATE}ALLREDUCE")
+    timeline.begin(name, "ALLREDUCE")
     timeline.begin(name, QUEUE)
     timeline.end(name, QUEUE)
-    timeline.begin(name, INIT_FUSION_BUFFER)
-    buffer = np.empty_like(x)
-    timeline.end(name, INIT_FUSION_BUFFER)
     timeline.begin(name, MEMCPY_IN)
-    buffer[:] = x
+    buffer = x.copy()
     timeline.end(name, MEMCPY_IN)
     timeline.begin(name, EXCHANGE)
     comm.allreduce(buffer, name=f"queue: {name}")
@@ -90,4 +84,4 @@ def queued(comm: Communicator, name: str, step: int) -> None:
     timeline.begin(name, MEMCPY_OUT)
     x[:] = buffer
     timeline.end(name, MEMCPY_OUT)
-    timeline.end(name, ALLREDUCE, dtype="float32", shape=x.shape, bytes=x.nbytes, step=step)
+    timeline.end(name, "ALLREDUCE", dtype="float32", shape=x.shape, bytes=x.nbytes, step=step)

@@ -24,7 +24,7 @@ from omnireduce.runtime.tracing.merged_timeline import merge
 from omnireduce.runtime.tracing.timeline import OFF
 
 STEPS = 3
-NESTED = ["QUEUE", "INIT_FUSION_BUFFER", "MEMCPY_IN_FUSION_BUFFER", "OMNIREDUCE_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
+NESTED = ["QUEUE", "MEMCPY_IN_FUSION_BUFFER", "OMNIREDUCE_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
 LANES = {"rank 0", "rank 1", "shard 0", "shard 1"}
 
 

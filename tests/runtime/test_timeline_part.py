@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from omnireduce.runtime.tracing.timeline import ALLREDUCE, MAX_LINE_BYTES, OFF, QUEUE, Timeline
+from omnireduce.runtime.tracing.timeline import MAX_LINE_BYTES, OFF, QUEUE, Timeline
 from omnireduce.runtime.tracing.timeline_reader import lines_of, read_parts
 from omnireduce.runtime.tracing.trace import Origin
 
@@ -23,13 +23,11 @@ def lines(part: Timeline) -> list[list[Any]]:
 
 def test_what_is_noted_is_there_at_once(tmp_path: Path) -> None:
     part = Timeline(tmp_path, ORIGIN, 100)
-    part.begin("w", ALLREDUCE)
-    part.ready("w", 0)
-    part.end("w", ALLREDUCE, bytes=np.int64(12), shape=(3,), dtype=np.dtype("f4"))
+    part.begin("w", "ALLREDUCE")
+    part.end("w", "ALLREDUCE", bytes=np.int64(12), shape=(3,), dtype=np.dtype("f4"))
     part.cycle()  # not asked for
     assert [(line[0], *line[2:]) for line in lines(part)] == [
         ("B", "w", "ALLREDUCE", {}),
-        ("R", "w", 0),
         ("E", "w", "ALLREDUCE", {"bytes": 12, "shape": [3], "dtype": "float32"}),
     ]
     part.close()
@@ -68,7 +66,7 @@ def test_a_part_may_begin_anew_while_it_is_read(tmp_path: Path) -> None:
     """As where a rank starts a timeline of the same name again, and another rank still merges the first one."""
     part = Timeline(tmp_path, ORIGIN, 100)
     for _ in range(9):
-        part.begin("w", ALLREDUCE)
+        part.begin("w", "ALLREDUCE")
     part.close()
     [before] = read_parts(tmp_path)
     assert len(list(lines_of(before))) == 10
@@ -92,6 +90,5 @@ def test_a_full_disk_ends_a_part(tmp_path: Path, caplog: Any) -> None:
 def test_off_does_nothing() -> None:
     OFF.begin("w", QUEUE, bytes=1)
     OFF.end("w", QUEUE)
-    OFF.ready("w", 0)
     OFF.cycle()
     assert not OFF.is_on

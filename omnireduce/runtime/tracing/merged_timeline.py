@@ -30,7 +30,7 @@ from omnireduce.runtime.tracing.aligned_traces import (
     wake_ups,
     without_overlap,
 )
-from omnireduce.runtime.tracing.timeline import CYCLE
+from omnireduce.runtime.tracing.timeline import CYCLE, NEGOTIATE
 from omnireduce.runtime.tracing.timeline_reader import Part, read_parts
 from omnireduce.runtime.tracing.trace import WORK, Origin, SpanKind
 from omnireduce.support.files.output import write_chunks
@@ -143,7 +143,6 @@ def _messages(lanes: Sequence[Lane], numbers: Mapping[str, int], low: int, high:
 
 Chrome = dict[str, Any]
 Who = tuple[str, str, int]  # job, kind and number
-_NEGOTIATE = "NEGOTIATE_"
 _one_at_a_time = threading.RLock()  # ranks of one process write to the same file
 
 
@@ -288,24 +287,17 @@ class _Tensors:
     def events(self) -> Iterator[Chrome]:
         for part in self._run.parts:
             self._note_ready(part)
+        for ticks in self._ready.values():
+            ticks.sort()
         for part in self._run.parts:
             yield from self._rows(part)
 
     def _note_ready(self, part: Part) -> None:
-        """Note when which rank was ready for which tensor. A rank that begins to negotiate is ready."""
-        rank, shift = str(part.origin.number), self._run.shift(part.origin)
-        own_ready, begun = set[str](), list[tuple[str, int]]()
+        """Note when this rank was ready for which tensor: when it began to negotiate."""
+        origin, shift = part.origin, self._run.shift(part.origin)
         for event in timeline_reader.events_of(part):
-            if event.phase == "R":
-                self._ready[part.origin.job, event.tensor].append((event.at + shift, event.name))
-                own_ready |= {event.tensor} if event.name == rank else set()
-            elif event.phase == "B" and event.name.startswith(_NEGOTIATE):
-                begun.append((event.tensor, event.at + shift))
-        for tensor, at in begun:
-            if tensor not in own_ready:
-                self._ready[part.origin.job, tensor].append((at, rank))
-        for ticks in self._ready.values():
-            ticks.sort()
+            if event.phase == "B" and event.name.startswith(NEGOTIATE):
+                self._ready[origin.job, event.tensor].append((event.at + shift, str(origin.number)))
 
     def _rows(self, part: Part) -> Iterator[Chrome]:
         who, run = _who(part.origin), self._run
@@ -314,12 +306,11 @@ class _Tensors:
             time = at + shift
             if phase == "C":
                 yield self._cycle(who, time)
-            if phase not in "BE":
                 continue
             row = yield from self._row_of(tensor, slot, who)
-            if name.startswith(_NEGOTIATE) and phase == "B":
+            if name.startswith(NEGOTIATE) and phase == "B":
                 begun[tensor] = time
-            elif name.startswith(_NEGOTIATE):
+            elif name.startswith(NEGOTIATE):
                 for ready, rank in self._ticks(who[0], tensor, ended.get(tensor, 0), time):
                     tick = microseconds(max(ready, begun[tensor]) - run.low)
                     yield {"ph": "X", "name": rank, **row, "ts": tick, "dur": 0}

@@ -27,12 +27,10 @@ from omnireduce.runtime.tracing.trace import Origin, now, stamped
 log = logging.getLogger("omnireduce")
 PART_SUFFIX = ".events"
 MAX_LINE_BYTES = 4096  # bytes; a longer line is written without its details
-NEGOTIATE = "NEGOTIATE_ALLREDUCE"
+NEGOTIATE = "NEGOTIATE_"  # before the name of the collective
 QUEUE = "QUEUE"
-INIT_FUSION_BUFFER = "INIT_FUSION_BUFFER"
 MEMCPY_IN = "MEMCPY_IN_FUSION_BUFFER"
 MEMCPY_OUT = "MEMCPY_OUT_FUSION_BUFFER"
-ALLREDUCE = "ALLREDUCE"
 EXCHANGE = "OMNIREDUCE_ALLREDUCE"
 CYCLE = "CYCLE_START"
 INNER = "queue: "  # the beginning of the names of collectives that a queue starts for its tensors
@@ -43,7 +41,6 @@ class LineKind(StrEnum):
 
     BEGIN = "B"  # tensor, activity, details
     END = "E"  # tensor, activity, details
-    READY = "R"  # tensor, rank
     CYCLE = "C"
     STARTED = "S"  # number of a collective, its kind, name, details
     DONE = "D"  # the number, details
@@ -63,9 +60,10 @@ class NoTimeline:
     def begin(self, tensor: str, activity: str, **details: object) -> None:
         """`tensor` enters `activity`. Activities of one tensor nest: the last to begin is the first to end.
 
-        In the order of Horovod: `NEGOTIATE` from the submission until all ranks are known to be ready; then `ALLREDUCE`
-        around all the rest, and in it `QUEUE` until its turn comes, `INIT_FUSION_BUFFER`, `MEMCPY_IN`, `EXCHANGE`,
-        `MEMCPY_OUT`. Any other name may be used, too. `details` are shown with it: numbers, texts, and lists of them.
+        In the order of Horovod: `NEGOTIATE_ALLREDUCE` from the submission until all ranks are known to be ready, with a
+        tick for each rank that has begun it; then `ALLREDUCE` around all the rest, and in it `QUEUE` until its turn
+        comes, `MEMCPY_IN`, `EXCHANGE`, `MEMCPY_OUT`. Any other name may be used, too. `details` are shown with it:
+        numbers, texts, and lists of them.
         """
 
     def end(self, tensor: str, activity: str, **details: object) -> None:
@@ -75,10 +73,6 @@ class NoTimeline:
         with `INNER` was started by a queue. It has no row. Its bytes, blocks and non-zero blocks are added to the
         `EXCHANGE` of each tensor that is in this activity when the collective is complete.
         """
-
-    def ready(self, tensor: str, rank: int) -> None:
-        """`rank` is known to be ready for `tensor`: a tick in its `NEGOTIATE`. If a rank notes only that it is ready
-        itself, the merge shows this in the rows of all ranks."""
 
     def cycle(self) -> None:
         """The queue begins to look for tensors that it can combine. Noted only if `marks_cycles`."""
@@ -117,9 +111,6 @@ class Timeline(NoTimeline):
 
     def end(self, tensor: str, activity: str, **details: object) -> None:
         self._note(LineKind.END, tensor, activity, details)
-
-    def ready(self, tensor: str, rank: int) -> None:
-        self._note(LineKind.READY, tensor, rank)
 
     def cycle(self) -> None:
         if self.marks_cycles:

@@ -27,7 +27,7 @@ _decode = msgspec.json.Decoder().decode
 
 class Event(NamedTuple):
     """An event in a row of `tensor`. `slot`: 0 for the rank's row; another number for a row beside it. `phase`: B and
-    E, which nest in each row; R, a tick of rank `name`; C, which belongs to no tensor. `at`: nanoseconds of the rank's
+    E, which nest in each row; C, which belongs to no tensor. `at`: nanoseconds of the rank's
     clock."""
 
     tensor: str
@@ -113,7 +113,6 @@ def _line(text: bytes) -> Words | None:
 LENGTHS = {
     LineKind.BEGIN: 5,
     LineKind.END: 5,
-    LineKind.READY: 4,
     LineKind.CYCLE: 2,
     LineKind.STARTED: 6,
     LineKind.DONE: 4,
@@ -140,7 +139,6 @@ class _Reader:
         handlers: dict[LineKind, Callable[..., Iterator[Event]]] = {
             LineKind.BEGIN: self._begin,
             LineKind.END: self._end,
-            LineKind.READY: self._ready,
             LineKind.STARTED: self._started,
             LineKind.DONE: self._done,
             LineKind.CYCLE: lambda at: iter([Event("", 0, "C", "", at, {})]),
@@ -169,9 +167,6 @@ class _Reader:
             yield Event(tensor, 0, "E", innermost, at, event_details)
             if innermost == activity:
                 return
-
-    def _ready(self, at: int, tensor: str, rank: int) -> Iterator[Event]:
-        yield Event(tensor, 0, "R", str(rank), at, {})
 
     def _started(self, at: int, number: int, kind: str, name: str, details: dict[str, Any]) -> Iterator[Event]:
         if name.startswith(INNER):
