@@ -63,20 +63,19 @@ def test_any_of_the_gradients_may_be_missing(daemon: Daemon, had: list[Step]) ->
 def test_ranks_agree_once_as_long_as_nothing_changes(daemon: Daemon) -> None:
     """Each rank may lack another gradient. A step has one exchange for small gradients, and one for large ones."""
 
-    def run(comm: Communicator) -> tuple[list[int], list[int]]:
-        averaging, agreements, collectives = Averaging(NAMES, PARTS), [], []
+    def run(comm: Communicator) -> list[int]:
+        averaging, collectives = Averaging(NAMES, PARTS), []
         for step in range(8):
             lacks = comm.rank if step < 6 else 2
             gradients = [None if at == lacks else gradient(comm.rank, step, at) for at in range(len(SHAPES))]
             before = comm.statistics().collectives
             averaging.average(gradients, comm)
-            agreements.append(averaging.agreements)
             collectives.append(comm.statistics().collectives - before)
-        return agreements, collectives
+        return collectives
 
-    for agreements, collectives in run_job(configured(daemon.addresses), RANKS, run):
-        assert agreements == [1] * 6 + [2] * 2
-        assert collectives[1:6] == [2] * 5
+    for collectives in run_job(configured(daemon.addresses), RANKS, run):
+        assert collectives[0] > 3
+        assert collectives[1:] == [2] * 5 + [3, 2]  # in step 6 all ranks lack another gradient than before
 
 
 def test_gradients_are_averaged_in_their_memory(daemon: Daemon) -> None:
@@ -100,11 +99,13 @@ def test_a_mark_is_seen_through_a_codec(daemon: Daemon, codec: str) -> None:
                 gradient(comm.rank, step, 0),
                 None if step == 2 and comm.rank else gradient(comm.rank, step, 1),
             ]
+            before = comm.statistics().collectives
             averaging.average(gradients, comm)
-            results.append(averaging.agreements)
+            results.append(comm.statistics().collectives - before)
         return results
 
-    assert run_job(configured(daemon.addresses, *settings), RANKS, run) == [[1, 1, 2, 3]] * RANKS
+    for collectives in run_job(configured(daemon.addresses, *settings), RANKS, run):
+        assert collectives[1:] == [1, 2, 2]  # ranks agree anew when one lacks a gradient, and when it has it again
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64])
