@@ -86,7 +86,7 @@ PMI = {"PMI_RANK": "1", "PMI_SIZE": "2"}
         (TORCHRUN, Launch(6, 7, 2, "run", "torchrun", 3)),
         (SLURM, Launch(2, 9, 1, "77.0", "Slurm", 2)),
         (JSRUN, Launch(1, 4, 1, "5.ns", "jsrun", 2)),
-        (HOROVODRUN, Launch(1, 4, 0, None, "horovodrun", 2, 1, 2)),
+        (HOROVODRUN, Launch(1, 4, 0, None, "horovodrun", 2)),
         (FLUX, Launch(1, 2, 1, "f42", "Flux")),
         ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "2"}, Launch(1, 2, None, None, "MVAPICH2")),
         (
