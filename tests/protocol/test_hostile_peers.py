@@ -401,3 +401,22 @@ def test_a_message_that_changes_its_collective_names_the_peer() -> None:
     cluster.settle()
     assert cluster.culprits() == {RANK_1}
     assert "a message of collective 1 during 0" in str(cluster.worker_ends[0])
+
+
+def test_a_message_that_goes_back_names_the_peer() -> None:
+    """Its blocks are below what its sender has promised: all ranks may have their sums already."""
+    cluster = InprocCluster(2, slot_bytes=4096)
+    for rank in range(2):
+        cluster.allreduce(rank, np.ones(6000, np.float32))
+        cluster.worker_drivers[rank].advance()
+    link = cluster.down[0][1]
+    first, second, *_ = [event for event in link._waiting_events if isinstance(event, Received)]
+    promised = read_header(link.receive_slots[first.slot], first.nbytes).frontier
+    header = read_header(link.receive_slots[second.slot], second.nbytes)
+    indices = np.arange(promised - 1, promised - 1 + header.block_count)
+    nbytes = seal(link.receive_slots[second.slot], 0, header.frontier, indices, header.block_bytes)
+    position = list(link._waiting_events).index(second)
+    link._waiting_events[position] = Received(second.slot, nbytes)
+    cluster.settle()
+    assert cluster.culprits() == {RANK_1}
+    assert f"block {promised - 1}, expected ascending blocks from {promised} to" in str(cluster.worker_ends[0])

@@ -222,7 +222,7 @@ MUTATIONS = (
         "blocks below what was promised are taken",
         "self._fill_window(rank, max(0, previous))",
         "self._fill_window(rank, 0)",
-        within=4000,
+        test="tests/protocol/test_hostile_peers.py::test_a_message_that_goes_back_names_the_peer",
     ),
     Mutation(
         "shard leaves out what another rank has",
