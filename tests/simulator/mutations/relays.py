@@ -75,7 +75,7 @@ MUTATIONS = (
         "who does not read its results is not named",
         "        if not self._down_slots.free:  # members have not read the last results\n",
         "        if False:\n",
-        first=_OF_RELAYS + 1383,
+        test="tests/protocol/test_relay.py::test_a_relay_below_says_who_has_not_read",
     ),
     Mutation(
         "a relay does not hear relays below",
