@@ -209,7 +209,7 @@ MUTATIONS = (
         _GATHERING,
         "a job does not go on without a rank that died",
         "        ready = (self.has_survivors and enough) or (self.is_full and not self.is_held_back)\n",
-        "        ready = self.is_full and not self.held\n",
+        "        ready = self.is_full and not self.is_held_back\n",
         fault="crash",
     ),
     Mutation(
