@@ -6,7 +6,7 @@ from .base import Mutation
 
 _ADMISSION = "omnireduce.protocol.joining.admission"
 _CHECKS = "omnireduce.protocol.joining.checks"
-_GATHERING = "omnireduce.protocol.joining.pending_job"
+_PENDING_JOB = "omnireduce.protocol.joining.pending_job"
 _DOOMED = "omnireduce.protocol.joining.failed_launches"
 _INTAKE = "omnireduce.protocol.joining.intake"
 _LIMITS = "omnireduce.protocol.joining.limits"
@@ -66,7 +66,7 @@ MUTATIONS = (
         within=2000,
     ),
     Mutation(
-        "pending_job takes for ever",
+        "a pending job waits for ever",
         _ADMISSION,
         "those whose peers never come are kept",
         "not pending_job.is_held_back and now >= self._ends_at(pending_job):\n",
@@ -91,7 +91,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a rank that went still counts",
-        _GATHERING,
+        _PENDING_JOB,
         "a job begins with a rank that is gone",
         "        waiting_rank = self.waiting_ranks.pop(rank)\n",
         "        waiting_rank = self.waiting_ranks[rank]\n",
@@ -142,14 +142,14 @@ MUTATIONS = (
     ),
     Mutation(
         "ranks in the order of their arrival",
-        _GATHERING,
+        _PENDING_JOB,
         "a rank is taken for another",
         "for rank in sorted(order[: self.spec.world_size])]",
         "for rank in list(self.waiting_ranks)[: self.spec.world_size]]",
     ),
     Mutation(
         "one that waits is left out",
-        _GATHERING,
+        _PENDING_JOB,
         "a survivor that came in time waits until it has no time left",
         "key=lambda rank: (-self.waiting_ranks[rank].claim, rank))\n",
         "key=lambda rank: (-self.waiting_ranks[rank].claim, rank))\n"
@@ -174,7 +174,7 @@ MUTATIONS = (
     ),
     Mutation(
         "formations meet",
-        _GATHERING,
+        _PENDING_JOB,
         "who gave up one attempt spoils the next",
         "        return cls(hello.job, hello.launch, hello.formation)\n",
         "        return cls(hello.job, hello.launch, 0)\n",
@@ -182,7 +182,7 @@ MUTATIONS = (
     ),
     Mutation(
         "launches meet",
-        _GATHERING,
+        _PENDING_JOB,
         "two launches of one name sum each other's tensors",
         "        return cls(hello.job, hello.launch, hello.formation)\n",
         '        return cls(hello.job, "", hello.formation)\n',
@@ -206,7 +206,7 @@ MUTATIONS = (
     ),
     Mutation(
         "survivors wait for all",
-        _GATHERING,
+        _PENDING_JOB,
         "a job does not go on without a rank that died",
         "        ready = (self.has_survivors and enough) or (self.is_full and not self.is_held_back)\n",
         "        ready = self.is_full and not self.is_held_back\n",
@@ -214,7 +214,7 @@ MUTATIONS = (
     ),
     Mutation(
         "newcomers end a job",
-        _GATHERING,
+        _PENDING_JOB,
         "a worker that is started again ends the job that is well",
         "        return self._claims[Claim.SURVIVOR] + self._claims[Claim.CLAIMANT] > 0\n",
         "        return True\n",
@@ -222,7 +222,7 @@ MUTATIONS = (
     ),
     Mutation(
         "survivors stay survivors",
-        _GATHERING,
+        _PENDING_JOB,
         "those for whom a smaller job has no place end it again and again",
         "        self._make_newcomers()\n        self.uninformed.clear()\n",
         "        self.uninformed.clear()\n",

@@ -6,7 +6,7 @@ from .base import Mutation
 
 _MACHINE = "omnireduce.protocol.rank"
 _STREAM = "omnireduce.protocol.collective.stream"
-_PATIENCE = "omnireduce.protocol.rank_deadline"
+_DEADLINE = "omnireduce.protocol.rank_deadline"
 _OPERANDS = "omnireduce.protocol.collective.dense_operands"
 _ROWS = "omnireduce.protocol.collective.row_operands"
 
@@ -118,14 +118,14 @@ MUTATIONS = (
     ),
     Mutation(
         "worker never blames a shard",
-        _PATIENCE,
+        _DEADLINE,
         "a hanging aggregator is not named",
         "        if hanging:\n",
         "        if hanging and self.timeout_s < 0:\n",
     ),
     Mutation(
         "worker believes what it reads late",
-        _PATIENCE,
+        _DEADLINE,
         "a rank that was stopped says that all moves on, because of what came while it could not look",
         "if self.late_s and not long_wait",
         "if self.late_s > 1e9",
@@ -269,7 +269,7 @@ MUTATIONS = (
     ),
     Mutation(
         "worker blames the last wait, not the longest",
-        "omnireduce.protocol.rank_deadline",
+        _DEADLINE,
         "a rank is blamed because the shard stood still before it read its message",
         " or latest.seconds >= longest_s):\n",
         " or latest.seconds > 0):\n",
