@@ -173,6 +173,7 @@ class RecordedCase:
 # One row of a benchmark: a tensor of `elements` on each rank, and which reduction of it. `check` raises UsageError if
 # `tensors` would, without making them.
 Case = SyntheticCase | RecordedCase
+# The tensors of all ranks for a benchmark, and the oracle that knows what their all-reduce gives.
 TensorSource = Dataset | RecordedTensors
 
 

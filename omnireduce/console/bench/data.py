@@ -56,7 +56,7 @@ class Dataset:
     integers and for an unknown dtype, op, overlap or distribution.
     """
 
-    any_order = True
+    any_order = True  # a correct all-reduce gives the same in any order, not only in that of the ranks
 
     def __init__(
         self,

@@ -92,6 +92,7 @@ class RecordedTensors:
         self._cached: tuple[int, Array] | None = None
         self._flags: list[Array] = []  # which blocks are not zero, of each rank
         self._expected = reduce_in_rank_order(self._read_all(), self._type, op)
+        # Whether a correct all-reduce gives the same in any order, not only in that of the ranks.
         self.any_order = not self._type.is_float or (array.world_size <= 2 and op not in ("min", "max"))
 
     @property

@@ -41,7 +41,7 @@ class Budget(NamedTuple):
     output: int = 1 << 20
 
 
-# `Reduction`, or a function that makes an observed `Reduction`:
+# `Reduction`, or a function that makes an observed `Reduction`: (senders, divisor, arena, results, sizing, budget)
 MakeReduction = Callable[[int, int, Array, Array, MessageSizing, Budget], "Reduction"]
 
 

@@ -109,7 +109,7 @@ def _details(descriptor: Descriptor, operand: Operand, nbytes: int, own_blocks: 
     return details if own_blocks is None else details | {"nonzero_blocks": own_blocks}
 
 
-# `Engine`, or a function that makes an engine that records:
+# `Engine`, or a function that makes an engine that records: (machine, links, spin_s, log, eventfds)
 MakeEngine = Callable[[RankMachine, Sequence[Link], float, BoundLog, Sequence[int]], Engine]
 MakeExchange = Callable[[Array, int, Sequence[str], int, int, LocalRanks], HostExchange]
 Progress = dict[SpanKind, tuple[int, int]]  # by kind of step: the number of steps, and of their blocks

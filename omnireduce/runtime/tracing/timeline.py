@@ -62,8 +62,8 @@ class NoTimeline:
 
         In the order of Horovod: `NEGOTIATE_ALLREDUCE` from the submission until all ranks are known to be ready, with a
         tick for each rank that has begun it; then `ALLREDUCE` around all the rest, and in it `QUEUE` until its turn
-        comes, `MEMCPY_IN`, `EXCHANGE`, `MEMCPY_OUT`. Any other name may be used, too. `details` are shown with it:
-        numbers, texts, and lists of them.
+        comes, `MEMCPY_IN_FUSION_BUFFER`, `OMNIREDUCE_ALLREDUCE`, `MEMCPY_OUT_FUSION_BUFFER`. Any other name may be
+        used, too. `details` are shown with it: numbers, texts, and lists of them.
         """
 
     def end(self, tensor: str, activity: str, **details: object) -> None:
@@ -71,7 +71,7 @@ class NoTimeline:
 
         For `ALLREDUCE`, `details` are `dtype` (its name), `shape` (a list), and `bytes`. A collective whose name begins
         with `INNER` was started by a queue. It has no row. Its bytes, blocks and non-zero blocks are added to the
-        `EXCHANGE` of each tensor that is in this activity when the collective is complete.
+        `OMNIREDUCE_ALLREDUCE` of each tensor that is in this activity when the collective is complete.
         """
 
     def cycle(self) -> None:
