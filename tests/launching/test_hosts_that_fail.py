@@ -16,7 +16,7 @@ from local_cluster import READY_S
 from test_supervisors import fake_ssh
 
 from omnireduce import TransportError
-from omnireduce.launch import job as job_module
+from omnireduce.launch import launched_job
 from omnireduce.launch.connection import (
     AGGREGATOR,
     CHUNK,
@@ -91,7 +91,7 @@ def test_what_makes_no_sense_loses_the_host(news: News | bytes) -> None:
 
 
 def test_a_result_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "MOST_RESULT_BYTES", CHUNK)
+    monkeypatch.setattr(launched_job, "MOST_RESULT_BYTES", CHUNK)
     with job_on(says(*[Output(0, RESULT, bytes(CHUNK))] * 2)) as job:
         job.start(0, job.connections[0], START)
         assert job.run() == 1
@@ -125,7 +125,7 @@ def test_a_host_that_is_lost_before_its_ranks_start_ends_the_launch(tmp_path: Pa
 @pytest.mark.parametrize("signals", [1, 3])
 def test_ranks_that_do_not_end_are_given_up(signals: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervisor that hangs: nothing that it should do is done."""
-    monkeypatch.setattr(job_module, "SLOWNESS_S", 0.2)
+    monkeypatch.setattr(launched_job, "SLOWNESS_S", 0.2)
     with job_on(says(Started(0, 5), then="time.sleep(1000)")) as job:
         job.start(0, job.connections[0], START)
         job.wait_for(lambda: job.ranks[0].pid > 0, READY_S)

@@ -301,8 +301,8 @@ def test_too_little_memory_may_be_locked() -> None:
         "from omnireduce.support.config import Verbs\n"
         "from omnireduce.transport.slot_memory import private_slots\n"
         "from omnireduce.transport.verbs.devices import choose\n"
-        "from omnireduce.transport.verbs.queue_pair import Queue\n"
-        "Queue(choose(Verbs(), ''), Verbs(), private_slots(3, 1 << 20), private_slots(3, 1 << 20))\n"
+        "from omnireduce.transport.verbs.queue_pair import VerbsQueuePair\n"
+        "VerbsQueuePair(choose(Verbs(), ''), Verbs(), private_slots(3, 1 << 20), private_slots(3, 1 << 20))\n"
     )
     limited = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=65536:65536"]
     command = [*limited, sys.executable, "-c", program]
