@@ -60,7 +60,7 @@ class RankMachine:
         self._addresses, self._me, self.timeout_s = addresses, me, timeout_s
         self._collective_deadline = CollectiveDeadline(me, addresses, timeout_s)
         self._under_way: deque[Collective] = deque()
-        self.parallel = ShardThreads(threads, self._streams, self._under_way) if threads is not None else None
+        self.shard_threads = ShardThreads(threads, self._streams, self._under_way) if threads is not None else None
         self._next_number, self._waiting_for = 0, ""
         self._warned_at_s = self._wait_reported_at = self._report_at = self._fault_at = 0.0
         self._was_summed_by_host = True  # the ranks of each host summed the collective before the oldest one first
@@ -152,8 +152,8 @@ class RankMachine:
         by shard in turn."""
         if self.host is not None and self.ended is None and self._fault is None:
             yield from self._exchange(self.host, now)
-        if self.parallel is not None and self.ended is None and self.parallel.is_on:
-            yield from self.parallel.pack()
+        if self.shard_threads is not None and self.ended is None and self.shard_threads.is_on:
+            yield from self.shard_threads.pack()
         busy = self.ended is None
         while busy:
             busy = False

@@ -538,8 +538,8 @@ class Engine(Interruptible):
             # The old driver refers back to this engine. Without it the slots are freed with the last reference to the
             # engine, not with the next run of the cycle collector.
             self._driver = ParallelDriver(self._machine, (), time.monotonic)
-            if self._machine.parallel is not None:
-                self._machine.parallel.pool.close()
+            if self._machine.shard_threads is not None:
+                self._machine.shard_threads.pool.close()
             self._poller.close()
             if self._machine.host is not None:
                 self._machine.host.close()

@@ -157,18 +157,20 @@ class ParallelDriver(Driver):
     machine: RankMachine
 
     def feed_all(self, peers: Collection[int]) -> None:
-        parallel = self.machine.parallel
-        if parallel is None or len(peers) < 2 or self.machine.ended is not None or not parallel.is_on:
+        shard_threads = self.machine.shard_threads
+        if shard_threads is None or len(peers) < 2 or self.machine.ended is not None or not shard_threads.is_on:
             super().feed_all(peers)
             return
         # All links are read first, because effects of the machine may use any link.
-        for peer, events in parallel.pool.run([partial(self._read_ahead, parallel, peer) for peer in sorted(peers)]):
+        for peer, events in shard_threads.pool.run(
+            [partial(self._read_ahead, shard_threads, peer) for peer in sorted(peers)]
+        ):
             self.take(peer, events)
 
-    def _read_ahead(self, parallel: ShardThreads, peer: int) -> tuple[int, Sequence[Event]]:
+    def _read_ahead(self, shard_threads: ShardThreads, peer: int) -> tuple[int, Sequence[Event]]:
         """Read the link, and do the work that concerns this peer alone."""
         events = self.read(peer)
         for event in events:
             if isinstance(event, Received):
-                parallel.place(peer, event.slot, event.nbytes)
+                shard_threads.place(peer, event.slot, event.nbytes)
         return peer, events
