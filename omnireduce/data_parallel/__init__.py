@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter
     from omnireduce.data_parallel.broadcasting import broadcast_parameters
+    from omnireduce.data_parallel.dataset_loader import Loader, partition_dataset
     from omnireduce.data_parallel.default_communicator import init
     from omnireduce.data_parallel.optimizer import DistributedOptimizer
-    from omnireduce.data_parallel.partition import Loader, partition_dataset
     from omnireduce.runtime.rank.global_communicator import is_initialized, rank, shutdown, size
 else:
     _MODULES = {
         "Adapter": "adapters",
         "ArrayAdapter": "adapters",
         "DistributedOptimizer": "optimizer",
-        "Loader": "partition",
+        "Loader": "dataset_loader",
         "broadcast_parameters": "broadcasting",
         "init": "default_communicator",
-        "partition_dataset": "partition",
+        "partition_dataset": "dataset_loader",
     }
     _GLOBAL_MODULE = "omnireduce.runtime.rank.global_communicator"
 

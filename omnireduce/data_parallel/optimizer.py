@@ -10,8 +10,8 @@ import numpy as np
 from omnireduce.core.dtypes import Array
 from omnireduce.data_parallel.adapters import Adapter, ArrayAdapter, named_tensors
 from omnireduce.data_parallel.averaging import Averaging, Part, exchangeable, leaves, rebuilt, scale
+from omnireduce.data_parallel.dataset_loader import Loader
 from omnireduce.data_parallel.default_communicator import communicator
-from omnireduce.data_parallel.partition import Loader
 from omnireduce.errors import UsageError, a_type
 from omnireduce.runtime.rank.communicator import Communicator
 from omnireduce.runtime.rank.reported_errors import report_errors_to

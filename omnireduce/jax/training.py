@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from omnireduce import data_parallel
-from omnireduce.data_parallel.partition import Loader
+from omnireduce.data_parallel.dataset_loader import Loader
 from omnireduce.jax.collectives import allreduce
 
 

@@ -35,6 +35,14 @@ from __future__ import annotations
 from omnireduce.core.dtypes import Array
 from omnireduce.kernels.chunk import collect_part, combine_part, show_part, stage_part
 from omnireduce.kernels.compiling.jit import entry, inner, kernel, spliced
+from omnireduce.kernels.exchange_row_steps import (
+    count_rows,
+    list_union,
+    merge_rows,
+    stage_numbers,
+    stage_rows,
+    take_numbers,
+)
 from omnireduce.kernels.instructions import give_way, publish
 from omnireduce.kernels.regions import (
     BEGUN,
@@ -52,7 +60,6 @@ from omnireduce.kernels.regions import (
     part_of,
     slot_of,
 )
-from omnireduce.kernels.rows import count_rows, list_union, merge_rows, stage_numbers, stage_rows, take_numbers
 
 YIELD_EVERY = 8  # fruitless looks between two offers of the processor to others
 # What a step did; from DONE on, that the caller has something to do. UNION_LISTED: more rows of it.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from omnireduce import data_parallel
+from omnireduce.data_parallel.dataset_loader import Loader
 from omnireduce.data_parallel.default_communicator import communicator
-from omnireduce.data_parallel.partition import Loader
 from omnireduce.needle.adapter import NeedleAdapter, library
 
 

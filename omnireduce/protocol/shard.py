@@ -31,7 +31,7 @@ from omnireduce.protocol.collective.effects import (
     kind_of,
 )
 from omnireduce.protocol.collective.index_lists import MessageSizing
-from omnireduce.protocol.collective.mismatches import BegunCall, MismatchError, check_refusals
+from omnireduce.protocol.collective.mismatches import BegunCall, MismatchError, check_different_calls
 from omnireduce.protocol.collective.reduction import Budget, MakeReduction, Reduction
 from omnireduce.protocol.counters import Account, Wait
 from omnireduce.protocol.joining.pending_job import THROUGH
@@ -436,7 +436,7 @@ class ShardMachine:
             return False
         extra = message_extra(self._arena[row], header)
         if (header.collective, extra) != (self._number, self._first_call[1]):
-            check_refusals(
+            check_different_calls(
                 self._begun_call(*self._first_call, self._number), self._begun_call(rank, extra, header.collective)
             )
         if rank not in self._senders.positions:

@@ -14,8 +14,8 @@ from samples import CASES, Array, some_rows
 
 from omnireduce.core.descriptor import PACKET_BYTES
 from omnireduce.core.dtypes import ELEMENT_TYPES
+from omnireduce.kernels.exchange_row_steps import ROWS_PER_STEP
 from omnireduce.kernels.regions import DESCRIPTORS, ROWS_AT, SLOTS
-from omnireduce.kernels.rows import ROWS_PER_STEP
 from omnireduce.protocol.collective.ragged_parts import packet_count
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -30,7 +30,7 @@ class MismatchError(ProtocolError):
         self.cause = cause
 
 
-def check_refusals(call: BegunCall, other_call: BegunCall) -> None:
+def check_different_calls(call: BegunCall, other_call: BegunCall) -> None:
     """Raises MismatchError for two ranks that have begun different calls, unless both have refused theirs."""
     first, second = sorted((call, other_call))
     if first.number == second.number and first.descriptor.refused and second.descriptor.refused:

@@ -8,7 +8,7 @@ from omnireduce.core.descriptor import decode_descriptor
 from omnireduce.core.dtypes import Array
 from omnireduce.errors import ProtocolError
 from omnireduce.kernels.regions import EXTRA_WORDS
-from omnireduce.protocol.collective.mismatches import BegunCall, check_refusals
+from omnireduce.protocol.collective.mismatches import BegunCall, check_different_calls
 
 
 class HostError(Exception):
@@ -53,4 +53,4 @@ def check_begun(
     first = next((call for call in begun if call.descriptor.refused), begun[0])
     for call in calls:
         if call.descriptor != first.descriptor:
-            check_refusals(first, call)
+            check_different_calls(first, call)

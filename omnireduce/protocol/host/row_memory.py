@@ -1,6 +1,7 @@
 """Rows inside a host: memory for the numbers of all ranks' rows, for their union, and for its sums.
 
-The sizes are known only when all ranks have begun, so the kernels ask for this memory; see `kernels.rows`.
+The sizes are known only when all ranks have begun, so the kernels ask for this memory: see
+`kernels.exchange_row_steps`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from omnireduce.core.dtypes import Array
-from omnireduce.kernels.rows import FIRST, STOP
+from omnireduce.kernels.exchange_row_steps import FIRST, STOP
 from omnireduce.protocol.collective.dense_operands import RowBlocks
 from omnireduce.protocol.host.faults import ShortageError
 from omnireduce.protocol.sharding import chunk_bytes
@@ -20,8 +21,8 @@ NO_NUMBERS, NO_ROWS = np.empty(0, np.int64), np.empty((0, 1), np.uint8)
 
 
 class HostRows:
-    """Work space for rows: the arrays of `kernels.rows`. It serves one collective after the other. `names`: the names
-    of the ranks of the host, for errors."""
+    """Work space for rows: the arrays of `kernels.exchange_row_steps`. It serves one collective after the other.
+    `names`: the names of the ranks of the host, for errors."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self.lists = names, np.zeros((5, len(names)), np.int64)

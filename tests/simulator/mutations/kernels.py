@@ -8,7 +8,7 @@ _PACK = "omnireduce.kernels.nonzero_blocks"
 _REDUCE = "omnireduce.kernels.reduce"
 _MERGE = "omnireduce.kernels.merge_indices"
 _RUNS = "omnireduce.kernels.index_runs"
-_ROWS = "omnireduce.kernels.rows"
+_ROWS = "omnireduce.kernels.exchange_row_steps"
 _ROW_TESTS = "tests/protocol/test_host_rows.py::"
 
 MUTATIONS = (
