@@ -136,7 +136,7 @@ class Process:
     @property
     def log(self) -> str:
         """Standard error of the process so far."""
-        return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
+        return os.pread(self._log.fileno(), self.log_bytes, 0).decode(errors="replace")
 
     @property
     def log_bytes(self) -> int:
