@@ -16,6 +16,7 @@ from benchmarks.harness.group import PeerError
 
 
 @pytest.mark.skipif(not MPIRUN, reason="no mpirun here; the extra `mpi` brings one")
+@pytest.mark.slow
 def test_both_ways_are_timed_and_give_the_same_means() -> None:
     console = Console(width=120)
     with console.capture() as captured:

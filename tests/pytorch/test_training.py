@@ -67,6 +67,7 @@ def test_models_are_the_same_on_all_ranks_and_as_with_gloo(tmp_path: Path, size:
     assert all(other[:-1] == first for other in others)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_in_the_backward_pass_is_named(tmp_path: Path) -> None:
     who = ["--init", f"file://{tmp_path}/init", "--size", "3", "--dies", "1", "2"]
     with started([[str(FOLDER / "failing_worker.py"), *who, "--rank", str(rank)] for rank in range(3)]) as ranks:
