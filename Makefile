@@ -24,7 +24,7 @@ test-unit: $(READY) ## run the tests of the pure parts, which start no processes
 	@echo "running the unit tests"
 	@$(PYTEST) -n 3 -m unit $(ARGS)
 
-test: $(READY) ## run these and the tests with real daemons and ranks: five and a half minutes. ARGS="-n 0 tests/cluster/test_tls.py -k expired" runs those alone
+test: $(READY) ## run these and the tests with real daemons and ranks: five minutes. ARGS="-n 0 tests/cluster/test_tls.py -k expired" runs those alone
 	@echo "running the tests"
 	@$(PYTEST) -n 4 $(if $(findstring tests/,$(ARGS)),,-m "not slow") $(ARGS)
 
