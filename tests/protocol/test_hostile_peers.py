@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from messages import HEADER, MESSAGES
 from samples import Array, sparse_tensor
 
+from benchmarks.harness.inproc import InprocLink
 from omnireduce.core.descriptor import Descriptor, decode_descriptor
 from omnireduce.core.wire.blocks import (
     HEADER_BYTES,
@@ -387,14 +388,20 @@ def test_blocks_that_fit_no_slot_name_the_peer() -> None:
     assert "do not fit slots of 4096" in str(cluster.worker_ends[0].cause)
 
 
-def test_a_message_that_changes_its_collective_names_the_peer() -> None:
-    """Its first message began collective 0; the next one says that it is of collective 1, and begins nothing."""
+def cluster_with_two_messages() -> tuple[InprocCluster, InprocLink, Received, Received]:
+    """Rank 1's first two messages of collective 0 wait on its link, which the shard has not polled."""
     cluster = InprocCluster(2, slot_bytes=4096)
     for rank in range(2):
         cluster.allreduce(rank, np.ones(6000, np.float32))
         cluster.worker_drivers[rank].advance()
     link = cluster.down[0][1]
-    _, second, *_ = [event for event in link._waiting_events if isinstance(event, Received)]
+    first, second, *_ = [event for event in link._waiting_events if isinstance(event, Received)]
+    return cluster, link, first, second
+
+
+def test_a_message_that_changes_its_collective_names_the_peer() -> None:
+    """Its first message began collective 0; the next one says that it is of collective 1, and begins nothing."""
+    cluster, link, _, second = cluster_with_two_messages()
     header = read_header(link.receive_slots[second.slot], second.nbytes)
     assert (header.collective, header.extra_bytes) == (0, 0)
     HEADER.pack_into(link.receive_slots[second.slot].data, 0, 1, *header[1:])
@@ -405,18 +412,12 @@ def test_a_message_that_changes_its_collective_names_the_peer() -> None:
 
 def test_a_message_that_goes_back_names_the_peer() -> None:
     """Its blocks are below what its sender has promised: all ranks may have their sums already."""
-    cluster = InprocCluster(2, slot_bytes=4096)
-    for rank in range(2):
-        cluster.allreduce(rank, np.ones(6000, np.float32))
-        cluster.worker_drivers[rank].advance()
-    link = cluster.down[0][1]
-    first, second, *_ = [event for event in link._waiting_events if isinstance(event, Received)]
+    cluster, link, first, second = cluster_with_two_messages()
     promised = read_header(link.receive_slots[first.slot], first.nbytes).frontier
     header = read_header(link.receive_slots[second.slot], second.nbytes)
     indices = np.arange(promised - 1, promised - 1 + header.block_count)
     nbytes = seal(link.receive_slots[second.slot], 0, header.frontier, indices, header.block_bytes)
-    position = list(link._waiting_events).index(second)
-    link._waiting_events[position] = Received(second.slot, nbytes)
+    link._waiting_events[list(link._waiting_events).index(second)] = Received(second.slot, nbytes)
     cluster.settle()
     assert cluster.culprits() == {RANK_1}
     assert f"block {promised - 1}, expected ascending blocks from {promised} to" in str(cluster.worker_ends[0])
