@@ -47,6 +47,17 @@ def test_a_part_is_bounded(tmp_path: Path) -> None:
     assert all(len(line) <= MAX_LINE_BYTES for line in part.path.read_bytes().splitlines())
 
 
+def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
+    part = Timeline(tmp_path, ORIGIN, 100)
+    part.begin("w", QUEUE)
+    with part.path.open("a") as file:
+        file.write('["B", 5\n[["B"], 5]\n[{}, 5]\n[null, 5]\n["?", 5]\n["B", "5"]\n7\n["B", 5, "w"]\n')
+    part.end("w", QUEUE)
+    part.close()
+    [read] = read_parts(tmp_path)
+    assert [line[0] for line in lines_of(read)] == ["B", "E", "L"]
+
+
 def test_threads_may_note_at_the_same_time(tmp_path: Path) -> None:
     part = Timeline(tmp_path, ORIGIN, 10_000)
     threads = [

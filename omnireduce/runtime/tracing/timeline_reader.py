@@ -105,12 +105,12 @@ def _line(text: bytes) -> Words | None:
         words = _decode(text)
     except msgspec.DecodeError:
         return None
-    if not (isinstance(words, list) and len(words) >= 2 and isinstance(words[1], int) and words[0] in LENGTHS):
+    if not (isinstance(words, list) and len(words) >= 2 and isinstance(words[0], str) and isinstance(words[1], int)):
         return None
-    return words if len(words) == LENGTHS[words[0]] else None
+    return words if len(words) == LENGTHS.get(words[0]) else None
 
 
-LENGTHS = {
+LENGTHS: dict[str, int] = {
     LineKind.BEGIN: 5,
     LineKind.END: 5,
     LineKind.CYCLE: 2,
