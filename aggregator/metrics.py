@@ -114,7 +114,10 @@ def _waits(jobs: list[tuple[str, JobStatus]]) -> Iterator[Metric]:
         ([*_job_labels(shard, job), str(rank)], job.waiting.seconds)
         for shard, job in jobs if job.waiting is not None for rank in job.waiting.ranks
     )  # fmt: skip
-    late = (([*_job_labels(shard, job), str(late.rank)], late.seconds) for shard, job in jobs for late in job.late)
+    late = (
+        ([*_job_labels(shard, job), str(late_rank.rank)], late_rank.seconds)
+        for shard, job in jobs for late_rank in job.late
+    )  # fmt: skip
     text = "Time that a collective has waited for this rank"
     yield _metric(_GAUGE, "job_waiting_seconds", text, [*_JOB, "rank"], waiting)
     text = "Time that others waited for this rank to begin collectives"

@@ -1,5 +1,5 @@
-"""Links inside one process: two ends that share their slots and hand events over in queues. For
-benchmarks, tests and the simulator."""
+"""Links inside one process: two ends that share their slots and hand events over in queues. For benchmarks,
+tests and the simulator."""
 
 from __future__ import annotations
 

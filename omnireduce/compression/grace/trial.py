@@ -36,8 +36,8 @@ class Gradient(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Outcome of a trial: the failures, kinds of arrays that were not taken with the reason,
-    and the properties that were checked, and not checked."""
+    """Outcome of a trial: the failures, kinds of arrays that were not taken with the reason, and the properties that
+    were checked, and not checked."""
 
     failures: list[str]
     not_taken: dict[str, str]

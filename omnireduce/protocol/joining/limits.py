@@ -47,19 +47,19 @@ class Limits:
         `jobs` has a hello of every other job that gathers or runs, `in_memory` one of every job whose slots are taken.
         """
         of_team = [[other for other in others if other.team == hello.team] for others in (jobs, in_memory)]
-        file = f", in {hello.team}.toml on the aggregator"
+        in_file = f", in {hello.team}.toml on the aggregator"
         return _exceeded(self, hello, jobs, in_memory, section="aggregator.") or _exceeded(
-            terms, hello, *of_team, owner=f" of team '{hello.team}'", file=file
+            terms, hello, *of_team, owner=f" of team '{hello.team}'", in_file=in_file
         )
 
 
 def _exceeded(
     limits: Limits | TeamLimits, hello: Hello, jobs: Sequence[Hello], in_memory: Sequence[Hello],
-    *, owner: str = "", section: str = "", file: str = "",
+    *, owner: str = "", section: str = "", in_file: str = "",
 ) -> str:  # fmt: skip
-    """The limit of `section` and `file` that the job of `hello` would exceed beside these others, as a text; empty if
-    there is room. `owner`: whose jobs they are."""
-    advice = f"{file}: raise it, or wait"
+    """The limit that the job of `hello` would exceed beside these others, as a text; empty if there is room. `owner`,
+    `section` and `in_file` are parts of that text: whose jobs they are, and where the limit is set."""
+    advice = f"{in_file}: raise it, or wait"
     if len(jobs) >= limits.max_jobs:
         return f"{len(jobs)} jobs{owner} are here already, and {section}max_jobs is {limits.max_jobs}{advice}"
     taken_ranks, taken_bytes = total_demand(in_memory)

@@ -276,8 +276,8 @@ def _size_of(variables: Variables, environ: Mapping[str, str]) -> str:
 
 
 def _local_numbers(variables: Variables, environ: Mapping[str, str], rank: int, size: int) -> dict[str, int | None]:
-    """The numbers of a `Launch` on its host. If the launcher leaves some out, another launcher that
-    agrees with it may give them."""
+    """The numbers of a `Launch` on its host. If the launcher leaves some out, another launcher that agrees with it may
+    give them."""
     numbers: dict[str, int | None] = dict.fromkeys(("local_rank", "local_size"))
     for launcher in (variables, *_agreeing_launchers(variables, environ, rank, size)):
         for name in numbers:

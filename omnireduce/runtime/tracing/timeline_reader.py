@@ -27,8 +27,7 @@ _decode = msgspec.json.Decoder().decode
 
 class Event(NamedTuple):
     """An event in a row of `tensor`. `slot`: 0 for the rank's row; another number for a row beside it. `phase`: B and
-    E, which nest in each row; C, which belongs to no tensor. `at`: nanoseconds of the rank's
-    clock."""
+    E, which nest in each row; C, which belongs to no tensor. `at`: nanoseconds of the rank's clock."""
 
     tensor: str
     slot: int

@@ -44,8 +44,8 @@ class Sizes(NamedTuple):
 
 
 def statement(description: str, rank: int, sizes: Sizes | None = None) -> Array:
-    """The statement of rank `rank`, uint8 (256,). `description` must be the same on all ranks; `sizes`
-    must fit those of the others."""
+    """The statement of rank `rank`, uint8 (256,). `description` must be the same on all ranks; `sizes` must
+    fit those of the others."""
     text = (
         description if sizes is None else f"{description}, bytes to each rank {sizes.sent}, from each {sizes.expected}"
     )
